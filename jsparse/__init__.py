@@ -1,0 +1,42 @@
+"""jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
+
+from . import allreduce, select, wire
+from ._comm import AxisComm, Comm
+from ._per_worker import PerWorkerState, per_worker
+from ._presets import dense, oktopk, topk_allgather
+from ._sparse_vector import SparseVector
+from ._state import Stats, init, residual, state_specs, stats
+from ._sync import apply_sparse, sync
+from ._traffic import Traffic, traffic
+from ._train_step import TrainState, TrainStep, local_value_and_grad, train_step
+from ._transform import SparseAllReduce, SparseAllReduceState, sparse_allreduce
+
+__all__ = [
+    "AxisComm",
+    "Comm",
+    "PerWorkerState",
+    "SparseAllReduce",
+    "SparseAllReduceState",
+    "SparseVector",
+    "Stats",
+    "TrainState",
+    "TrainStep",
+    "Traffic",
+    "allreduce",
+    "apply_sparse",
+    "dense",
+    "init",
+    "local_value_and_grad",
+    "oktopk",
+    "per_worker",
+    "residual",
+    "select",
+    "sparse_allreduce",
+    "state_specs",
+    "stats",
+    "sync",
+    "topk_allgather",
+    "traffic",
+    "train_step",
+    "wire",
+]

@@ -1,0 +1,264 @@
+"""How workers talk: the few collectives that the algorithms need, and what each of them sends."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import varying_axes
+
+T = TypeVar("T")
+
+
+class Comm(Protocol):
+    """A group of workers, seen from inside one of them. A payload is one array.
+
+    All methods must be called by all workers, in the same order: under a branch, only one that all of them take.
+    """
+
+    @property
+    def size(self) -> int:
+        """P, the number of workers."""
+        ...
+
+    def rank(self) -> jax.Array:
+        """This worker's number, from 0: int32 scalar."""
+        ...
+
+    def psum(self, x: jax.Array) -> jax.Array:
+        """The sum over workers, the same bits everywhere."""
+        ...
+
+    def pmax(self, x: jax.Array) -> jax.Array:
+        """The largest over workers."""
+        ...
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """Every worker's ``x``, stacked by rank: shape ``(P, *x.shape)``."""
+        ...
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """Row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``; the result's row ``j`` came from worker ``j``."""
+        ...
+
+    def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
+        """Sends ``x`` from the first of each pair of ranks to the second; who receives nothing gets zeros."""
+        ...
+
+    def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
+        """Runs one branch, the same on every worker (so that branches may communicate).
+
+        Args:
+          index: int32 scalar, alike on all workers.
+          branches: functions of no arguments.
+          replicated: whether what they return is alike on all workers (and typed so, where types tell).
+        """
+        ...
+
+    def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
+        """Runs ``body(i, carry)`` ``count`` times; what it carries is alike on all workers."""
+        ...
+
+    def varying(self, tree: T) -> T:
+        """The same values, typed as differing between workers, where types tell."""
+        ...
+
+    def may_differ(self, x: jax.Array) -> bool:
+        """False where types tell that ``x`` is alike on all workers."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisComm:
+    """The workers along a named axis: of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``.
+
+    Attributes:
+      axis: the axis's name; under ``shard_map`` also a tuple of names, taken as one axis in row-major order.
+    """
+
+    axis: str | tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        try:
+            return lax.axis_size(self.axis)
+        except NameError as error:
+            raise ValueError(
+                f"the axis {self.axis!r} is not bound here: call inside jax.shard_map, jax.pmap or jax.vmap over an "
+                "axis of that name. To initialise a state outside, use jsparse.init(tx, params, mesh, axis); for a "
+                "whole step, jsparse.train_step"
+            ) from error
+
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.axis)
+
+    def psum(self, x: jax.Array) -> jax.Array:
+        return lax.psum(self.varying(x), self.axis)
+
+    def pmax(self, x: jax.Array) -> jax.Array:
+        return lax.pmax(self.varying(x), self.axis)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        to = "invarying" if self._axes else "varying"
+        return lax.all_gather(self.varying(x), self.axis, to=to)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        return lax.all_to_all(self.varying(x), self.axis, split_axis=0, concat_axis=0)
+
+    def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
+        return lax.ppermute(self.varying(x), self.axis, perm)
+
+    def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
+        if replicated:
+            return lax.switch(index, branches)
+        return lax.switch(index, [lambda branch=branch: self.varying(branch()) for branch in branches])
+
+    def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
+        return lax.fori_loop(0, count, body, start)
+
+    def varying(self, tree: T) -> T:
+        def cast(x):
+            axes = self._axes - varying_axes(x)
+            return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+        return jax.tree.map(cast, tree) if self._axes else tree
+
+    def may_differ(self, x: jax.Array) -> bool:
+        return self._axes <= varying_axes(x)
+
+    @property
+    def _axes(self) -> frozenset[str]:
+        """The axes over which variance is tracked: ours under ``shard_map(check_vma=True)``, otherwise none."""
+        return varying_axes(lax.axis_index(self.axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one worker sends: bytes and messages.
+
+    >>> Cost(8, 1) + Cost(4, 2)
+    Cost(bytes=12, messages=3)
+    """
+
+    bytes: int = 0
+    messages: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.messages + other.messages)
+
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.bytes * times, self.messages * times)
+
+
+def collective_cost(name: str, payload: int, size: int) -> Cost:
+    """What a worker sends in one collective: bandwidth-optimal in bytes, in the papers' number of messages.
+
+    Args:
+      name: as in ``jax.lax``.
+      payload: bytes of the worker's operand.
+      size: P.
+
+    Raises:
+      NotImplementedError: the collective is not in the table.
+    """
+    rounds = (size - 1).bit_length()
+    match name:
+        case "psum" | "pmax" | "pmin":
+            return Cost(-(-2 * payload * (size - 1) // size), 2 * rounds)
+        case "all_gather":
+            return Cost(payload * (size - 1), rounds)
+        case "all_to_all":
+            return Cost(-(-payload * (size - 1) // size), size - 1)
+        case "psum_scatter":
+            return Cost(-(-payload * (size - 1) // size), rounds)
+        case "ppermute":
+            return Cost(payload, 1)
+    raise NotImplementedError(f"the cost of {name!r} is not known; add it to collective_cost")
+
+
+class Metered:
+    """A Comm that counts what is sent through it while one synchronisation is traced.
+
+    Attributes:
+      words: 4-byte words sent so far: a number, or a traced scalar once a branch has been taken.
+      messages: likewise.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self.size = comm.size
+        self.rank = comm.rank
+        self.varying = comm.varying
+        self.may_differ = comm.may_differ
+        self.words: Any = 0
+        self.messages: Any = 0
+
+    def psum(self, x: jax.Array) -> jax.Array:
+        return self._send("psum", x)
+
+    def pmax(self, x: jax.Array) -> jax.Array:
+        return self._send("pmax", x)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        return self._send("all_gather", x)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        return self._send("all_to_all", x)
+
+    def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
+        return self._send("ppermute", x, perm)
+
+    def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
+        def metered(branch):
+            def run():
+                out, words, messages = self._apart(branch)
+                out = out if replicated else self.varying(out)
+                return out, jnp.asarray(words, jnp.uint32), jnp.asarray(messages, jnp.uint32)
+
+            return run
+
+        out, words, messages = self._comm.switch(index, [metered(b) for b in branches], replicated=True)
+        self.words, self.messages = self.words + words, self.messages + messages
+        return out
+
+    def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
+        once = (0, 0)
+
+        def metered(i, carry):
+            nonlocal once
+            carry, *once = self._apart(lambda: body(i, carry))
+            return carry
+
+        out = self._comm.repeat(count, metered, start)
+        self.words, self.messages = self.words + count * once[0], self.messages + count * once[1]
+        return out
+
+    def _apart(self, run: Callable[[], T]) -> tuple[T, Any, Any]:
+        """Runs a part of the program and returns what it alone sends."""
+        before = self.words, self.messages
+        self.words, self.messages = 0, 0
+        out = run()
+        apart = self.words, self.messages
+        self.words, self.messages = before
+        return out, *apart
+
+    def _send(self, name: str, x: jax.Array, *args: Any) -> jax.Array:
+        cost = collective_cost(name, x.size * x.dtype.itemsize, self.size)
+        self.words += -(-cost.bytes // 4)
+        self.messages += cost.messages
+        return getattr(self._comm, name)(x, *args)
+
+
+CommLike: TypeAlias = str | tuple[str, ...] | Comm
+
+
+def as_comm(comm: CommLike) -> Comm:
+    """The Comm that an axis name, a tuple of them, or a Comm stands for."""
+    if isinstance(comm, str) or (isinstance(comm, tuple) and all(isinstance(name, str) for name in comm) and comm):
+        return AxisComm(comm)
+    if hasattr(comm, "all_to_all"):
+        return comm
+    raise ValueError(f"comm is {comm!r}; pass a mesh axis name, a tuple of them, or a Comm such as jsparse.AxisComm")

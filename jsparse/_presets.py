@@ -1,0 +1,101 @@
+"""The published algorithms by name: each a selector with an all-reduce."""
+
+from typing import Literal
+
+from ._comm import CommLike, as_comm
+from ._transform import Config, SparseAllReduce
+from .allreduce import Dense, OkTopk, TopkAllGather
+from .select import Selector, TopK
+from .wire import Full, Wire
+
+
+def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce:
+    """Averages gradients densely, as ``lax.pmean`` does: the baseline.
+
+    Gradients are summed in float32 (float64, where one of them is).
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      bucket_bytes: None sends one message (the papers' Dense); a number sends one for every so many bytes of leaves,
+        from the last to the first, so that XLA can overlap them with the backward pass (DenseOvlp).
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker, for each bucket.
+
+    References:
+      Li and Hoefler, PPoPP 2022, section 5, "Dense" and "DenseOvlp".
+    """
+    return SparseAllReduce(
+        Config(as_comm(comm), select=None, allreduce=Dense(), error_feedback=False, bucket_bytes=bucket_bytes)
+    )
+
+
+def topk_allgather(
+    comm: CommLike,
+    *,
+    density: float,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """TopkA: every worker's top-k, gathered everywhere.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker: more than dense from about ``P = n / k`` on.
+
+    References:
+      Li and Hoefler, PPoPP 2022, Table 1, "TopkA".
+    """
+    return SparseAllReduce(
+        Config(
+            as_comm(comm), select or TopK(density), TopkAllGather(), wire, scope=scope, dense_below=dense_below
+        )
+    )
+
+
+def oktopk(
+    comm: CommLike,
+    *,
+    density: float,
+    tau_threshold: int = 32,
+    tau_region: int = 64,
+    split: Literal["all_to_all", "rotate"] = "all_to_all",
+    balance_above: float = 2.0,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """Ok-Topk: the k largest elements of the sum of the workers' top-k.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      tau_threshold, tau_region, split, balance_above: as in :class:`jsparse.allreduce.OkTopk`.
+      select: the selector; ``select.TopK(density)`` by default. The paper's is
+        ``select.ReusedThreshold(density, tau_threshold)``.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full width.
+
+    References:
+      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
+    """
+    reduce = OkTopk(density, tau_threshold, tau_region, split, balance_above)
+    return SparseAllReduce(
+        Config(as_comm(comm), select or TopK(density), reduce, wire, scope=scope, dense_below=dense_below)
+    )

@@ -1,0 +1,125 @@
+"""The sparse vector: coordinates and values, of static length."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from kernels_pallas import bitmap, varying_as
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseVector:
+    """A vector of length ``n`` as pairs of index and value, in buffers of static length.
+
+    With buffers of shape ``(capacity,)`` it is one *run*: the indices ascend, none occurs twice, and unused places
+    hold index ``n`` and value 0. With shape ``(runs, capacity)`` it is the sum of its runs, added in order: what an
+    all-gather delivers, summed alike by everyone.
+
+    Attributes:
+      values: shape ``(capacity,)`` or ``(runs, capacity)``.
+      indices: int32, of the same shape.
+      n: the vector's length, below ``2**31``.
+
+    >>> x = SparseVector(jnp.array([2.0, 5.0, 0.0]), jnp.array([1, 3, 4]), 4)
+    >>> x.to_dense()
+    Array([0., 2., 0., 5.], dtype=float32)
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    n: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        """The length of a run's buffers."""
+        return self.values.shape[-1]
+
+    @property
+    def count(self) -> jax.Array:
+        """How many places are in use: int32, a scalar or one for each run."""
+        return jnp.sum(self.indices < self.n, axis=-1, dtype=jnp.int32)
+
+    def where(self, keep: jax.Array) -> "SparseVector":
+        """The elements at places where ``keep`` (broadcast) is true; the others become unused, where they stand."""
+        return SparseVector(jnp.where(keep, self.values, 0), jnp.where(keep, self.indices, self.n), self.n)
+
+    def to_dense(self) -> jax.Array:
+        """The vector itself, shape ``(n,)``: the runs are added in order, so the result is the same everywhere."""
+        return self.add_to(jnp.zeros(self.n, self.values.dtype))
+
+    def add_to(self, dense: jax.Array) -> jax.Array:
+        """``dense`` plus this vector, in place where XLA can: the runs are added in order."""
+        if self.values.ndim == 1:
+            return dense.at[self.indices].add(self.values, mode="drop", indices_are_sorted=True, unique_indices=True)
+
+        def add(total, run):
+            return run.add_to(total), None
+
+        return lax.scan(add, varying_as(dense, self.values), self)[0]
+
+    def union(self, words: jax.Array | None = None) -> jax.Array:
+        """The bitmap of the indices of all runs, added to ``words`` where given: uint32, ``ceil(n / 32)`` words."""
+        if words is None:
+            words = varying_as(jnp.zeros(-(-self.n // bitmap.WORD), jnp.uint32), self.indices)
+        if self.indices.ndim == 1:
+            return bitmap.mark(words, self.indices)
+        return lax.scan(lambda words, run: (bitmap.mark(words, run), None), words, self.indices)[0]
+
+    def merge(self, union: jax.Array | None = None) -> "SparseVector":
+        """The same vector as one run: equal indices are summed in the order of their runs.
+
+        Takes ``n / 32`` words of scratch space and no sort: each element looks its place up in the union of the runs'
+        indices (``union``, where the caller has it).
+        """
+        if self.values.ndim == 1:
+            return self
+        union = self.union() if union is None else union
+        capacity = min(self.values.size, self.n)
+        indices, _ = bitmap.members(union, capacity, self.n)
+        places = SparseVector(self.values, bitmap.rank(union, self.indices), capacity)
+        return SparseVector(places.to_dense(), indices, self.n)
+
+    def join(self, capacity: int) -> tuple["SparseVector", jax.Array]:
+        """The same vector as one run with a buffer of ``capacity``, where no index occurs twice.
+
+        Returns:
+          The vector, and the bitmap of its indices.
+        """
+        union = self.union()
+        places = bitmap.rank(union, self.indices).reshape(-1)
+        values = jnp.zeros(capacity, self.values.dtype).at[places].set(self.values.reshape(-1), mode="drop")
+        indices, _ = bitmap.members(union, capacity, self.n)
+        return SparseVector(values, indices, self.n), union
+
+    def window(
+        self, begin: jax.Array, length: jax.Array, capacity: int, start: ArrayLike = 0, limit: ArrayLike | None = None
+    ) -> "SparseVector":
+        """Stretches of a run, each as a run of its own.
+
+        Of a stretch longer than ``limit``, ``limit`` elements are taken round a circle that begins at its element
+        ``start`` (modulo its length).
+
+        Args:
+          begin: int32, a scalar or one for each stretch: its first place.
+          length: int32, likewise: its length.
+          capacity: length of the new buffers, static.
+          limit: int32, at most ``capacity``, which is the default.
+
+        Returns:
+          A vector with buffers of shape ``(*begin.shape, capacity)``.
+        """
+        limit = capacity if limit is None else limit
+        wrapped, gap = bitmap.circle(length, limit, start)
+        place = lax.iota(jnp.int32, capacity)
+        taken = place < jnp.minimum(length, limit)[..., None]
+        place = place + begin[..., None] + jnp.where(place < wrapped[..., None], 0, gap[..., None])
+        return SparseVector(self.values[place], self.indices[place], self.n).where(taken)
+
+    def pad(self, capacity: int) -> "SparseVector":
+        """The same vector in longer buffers."""
+        wide = [(0, 0)] * (self.values.ndim - 1) + [(0, capacity - self.capacity)]
+        return SparseVector(jnp.pad(self.values, wide), jnp.pad(self.indices, wide, constant_values=self.n), self.n)

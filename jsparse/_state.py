@@ -1,0 +1,210 @@
+"""Optimizer states that hold something for each worker: making, placing and reading them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._per_worker import PerWorkerState
+from ._transform import SparseAllReduceState
+
+PER_WORKER = (SparseAllReduceState, PerWorkerState)
+AxisName = str | tuple[str, ...]
+
+
+def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axis: AxisName) -> optax.OptState:
+    """Initialises a chain's state outside ``shard_map``, each worker's part on its own devices.
+
+    Args:
+      tx: the chain.
+      params: its parameters, alike for all workers.
+      mesh: the devices.
+      axis: the mesh axis, or axes, along which the workers stand.
+
+    Returns:
+      The state as global arrays, placed as :func:`state_specs` says.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or the chain has a per-worker state that it does not know of.
+    """
+    check_axis(mesh, axis)
+    specs: Any = None
+
+    def probe(params):
+        nonlocal specs
+        specs = state_specs(tx.init(params), axis)
+        return jnp.zeros(())
+
+    everywhere = PartitionSpec()
+    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
+    params = jax.device_put(params, NamedSharding(mesh, everywhere))
+    return jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=everywhere, out_specs=specs))(params)
+
+
+def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
+    """A PartitionSpec for every leaf of a chain's state: ours and other transformations'.
+
+    Args:
+      opt_state: the state, or its shapes.
+      axis: the mesh axis, or axes, along which the workers stand.
+
+    Returns:
+      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers, and
+      ``PartitionSpec()`` elsewhere: ``in_specs`` and ``out_specs`` for ``jax.shard_map``.
+
+    Raises:
+      ValueError: a transformation before the all-reduce has a state that differs between workers and is not wrapped
+        in :func:`jsparse.per_worker`; or the all-reduce stands inside ``optax.MultiSteps`` or
+        ``optax.apply_if_finite``.
+    """
+    _check_order(opt_state)
+
+    def spec(state):
+        whose = PartitionSpec(axis) if isinstance(state, PER_WORKER) else PartitionSpec()
+        return jax.tree.map(lambda _: whose, state)
+
+    return jax.tree.map(spec, opt_state, is_leaf=lambda state: isinstance(state, PER_WORKER))
+
+
+def residual(opt_state: optax.OptState) -> jax.Array:
+    """The residuals: what each worker has accumulated and not yet got delivered.
+
+    Args:
+      opt_state: a chain's state with one sparse all-reduce: global arrays, or one worker's part.
+
+    Returns:
+      Shape ``(P, n)``: the flat residuals, in the order of ``jax.tree.leaves(params)`` (with ``scope="leaf"`` and
+      ``dense_below``, those of the sparse leaves). ``n`` is 0 without error feedback.
+    """
+    state = find(opt_state)
+    workers = state.step.shape[0]
+    parts = [bucket.residual.reshape(workers, -1) for bucket in state.buckets if bucket.residual is not None]
+    return jnp.concatenate(parts, axis=1) if parts else jnp.zeros((workers, 0))
+
+
+class Stats(NamedTuple):
+    """What the last synchronisation did. Every leaf has one entry a worker, shape ``(P,)``.
+
+    Attributes:
+      step: int32: synchronisations so far, those with a non-finite gradient apart.
+      selected: int32: elements that qualified on this worker.
+      overflowed: int32: those of them that did not fit into its buffers and wait in its residual.
+      delivered: int32: elements of this worker that became part of the update.
+      updated: int32: elements of the update, alike on all workers; an all-gather counts an index once for each worker
+        that sent it.
+      thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach on this worker.
+      global_thresholds: shape ``(P, buckets)``: and in the sum, where the all-reduce has such a threshold; else 0.
+      residual_norm: Euclidean norm of this worker's residual.
+      words: uint32: 4-byte words that this worker sent.
+      messages: uint32: messages that this worker sent.
+    """
+
+    step: jax.Array
+    selected: jax.Array
+    overflowed: jax.Array
+    delivered: jax.Array
+    updated: jax.Array
+    thresholds: jax.Array
+    global_thresholds: jax.Array
+    residual_norm: jax.Array
+    words: jax.Array
+    messages: jax.Array
+
+
+@jax.jit
+def stats(opt_state: optax.OptState) -> Stats:
+    """Reads off a chain's state what its last synchronisation did.
+
+    Args:
+      opt_state: a chain's state with one of our transformations: global arrays, or one worker's part.
+
+    Returns:
+      One entry a worker.
+    """
+    state = find(opt_state)
+    nothing = jnp.zeros_like(state.report.delivered)
+    selections = [bucket.select for bucket in state.buckets if bucket.select]
+    reductions = [bucket.reduce for bucket in state.buckets if bucket.select]
+
+    def column(states, name):
+        columns = [getattr(s, name, jnp.zeros(nothing.shape)) for s in states]
+        return jnp.stack(columns, axis=1) if columns else jnp.zeros((*nothing.shape, 0))
+
+    return Stats(
+        step=state.step,
+        selected=sum((s.selected for s in selections), nothing),
+        thresholds=column(selections, "threshold"),
+        global_thresholds=column(reductions, "threshold"),
+        residual_norm=jnp.linalg.norm(residual(state), axis=1),
+        **state.report._asdict(),
+    )
+
+
+def find(opt_state: optax.OptState) -> SparseAllReduceState:
+    """The one state of ours in a chain's."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda state: isinstance(state, SparseAllReduceState))
+    found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer state holds {len(found)} states of a jsparse transformation; one is needed: put a preset "
+            "such as jsparse.oktopk(axis, density=0.01) into the chain, once"
+        )
+    return found[0]
+
+
+def check_axis(mesh: Mesh, axis: AxisName) -> None:
+    missing = [name for name in ((axis,) if isinstance(axis, str) else axis) if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(f"the mesh has axes {mesh.axis_names}, and not {missing[0]!r}: name one that it has")
+
+
+def _check_order(state: Any) -> None:
+    """Refuses a chain that would be placed, or run, wrongly."""
+    if not _holds(state, SparseAllReduceState):
+        return
+    if isinstance(state, optax.MultiStepsState):
+        raise ValueError(
+            "optax.MultiSteps around the all-reduce sends in every micro-step what one message could carry, and "
+            "accumulates each worker's own gradients as if they were alike: use "
+            "jsparse.train_step(..., micro_batches=m), or accumulate before tx.update"
+        )
+    if isinstance(state, optax.ApplyIfFiniteState):
+        raise ValueError(
+            "optax.apply_if_finite around the all-reduce would skip it on some workers and hang the others: put it "
+            "around what follows; after a non-finite gradient on any worker the update is NaN on all"
+        )
+    children = _children(state)
+    if type(state) is tuple:
+        ours = max(i for i, child in enumerate(children) if _holds(child, SparseAllReduceState))
+        for i, child in enumerate(children[:ours]):
+            if not _holds(child, SparseAllReduceState) and _remembers(child):
+                raise ValueError(
+                    f"member {i} of the chain, with state {type(child).__name__}, stands before the all-reduce and "
+                    "remembers gradients, which differ between workers there: wrap it in jsparse.per_worker(...)"
+                )
+    for child in children:
+        if child is not state:
+            _check_order(child)
+
+
+def _remembers(state: Any) -> bool:
+    """Whether a state depends on gradients: whether it holds floats, injected hyperparameters apart."""
+    if isinstance(state, PerWorkerState):
+        return False
+    if hasattr(state, "hyperparams") and hasattr(state, "inner_state"):
+        return _remembers(state.inner_state)
+    children = _children(state)
+    if children and children[0] is state:
+        return jnp.issubdtype(state.dtype, jnp.inexact)
+    return any(_remembers(child) for child in children)
+
+
+def _holds(state: Any, kind: type) -> bool:
+    return any(isinstance(node, kind) for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind)))
+
+
+def _children(state: Any) -> list[Any]:
+    """What a node of a pytree holds, one level down; of a leaf, the leaf."""
+    return jax.tree.leaves(state, is_leaf=lambda node: node is not state)

@@ -1,0 +1,163 @@
+"""What a function can send, read off its traced program."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ._comm import Cost, collective_cost
+
+# JAX's primitives, by the names of their functions in jax.lax.
+COLLECTIVES = {
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "pmax": "pmax",
+    "pmin": "pmin",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+    "reduce_scatter": "psum_scatter",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      name: as in ``jax.lax``.
+      payload: type and shape of a worker's operand, such as ``int32[8,100]``.
+      axes: the axes over which it runs.
+      times: how often the program runs it.
+      cost: what a worker sends in it, all times together.
+    """
+
+    name: str
+    payload: str
+    axes: tuple[str, ...]
+    times: int
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """Parts of a program of which one runs."""
+
+    branches: tuple["Traffic", ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Of the dearest branch."""
+        return max((branch.cost for branch in self.branches), key=lambda cost: (cost.bytes, cost.messages))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one worker sends in a program.
+
+    Attributes:
+      parts: its collectives, in the order of the program, and the branches that hold others.
+    """
+
+    parts: tuple[Collective | Branches, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Of the dearest branches."""
+        return sum((part.cost for part in self.parts), Cost())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a worker sends at most."""
+        return self.cost.bytes
+
+    @property
+    def messages(self) -> int:
+        """Messages that a worker sends in the program's dearest branches."""
+        return self.cost.messages
+
+    def __str__(self) -> str:
+        return "\n".join([f"{'bytes':>12} {'messages':>8}  collective", *self._lines("")])
+
+    def _lines(self, indent: str) -> list[str]:
+        lines = []
+        for part in self.parts:
+            figures = f"{part.cost.bytes:12} {part.cost.messages:8}  {indent}"
+            if isinstance(part, Branches):
+                lines.append(f"{figures}one of")
+                for number, branch in enumerate(part.branches):
+                    cost = branch.cost
+                    lines.append(f"{cost.bytes:12} {cost.messages:8}  {indent}  branch {number}")
+                    lines.extend(branch._lines(indent + "    "))
+            else:
+                times = f" x {part.times}" if part.times > 1 else ""
+                lines.append(f"{figures}{part.name} {part.payload} over {', '.join(part.axes)}{times}")
+        return lines
+
+
+def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | None = None) -> Traffic:
+    """Reads off what one call of a function can send, without running it.
+
+    Args:
+      fn: any function that JAX can trace, jitted or not: a training step, or an ``update`` inside one.
+      *args: its arguments, or their shapes and types (``jax.ShapeDtypeStruct``).
+      axis_sizes: the sizes of the axes that ``fn`` expects to be bound; not of those that it binds itself by
+        ``jax.shard_map`` or ``jax.pmap``.
+
+    Returns:
+      Bytes and messages, in all and by collective and branch. Print it for a table.
+
+    Raises:
+      NotImplementedError: a loop whose length is not known beforehand communicates, or a collective's cost is not
+        known.
+
+    >>> t = traffic(lambda x: jax.lax.psum(x, "data"), jnp.ones(1000), axis_sizes={"data": 4})
+    >>> t.bytes, t.messages
+    (6000, 4)
+    """
+    sizes = dict(axis_sizes or {})
+    closed = jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
+    return Traffic(tuple(_walk(getattr(closed, "jaxpr", closed), sizes, 1)))
+
+
+def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Collective | Branches]:
+    parts: list[Collective | Branches] = []
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name in COLLECTIVES:
+            axes = params.get("axes", params.get("axis_name"))
+            axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
+            size = math.prod(sizes[axis] for axis in axes)
+            for operand in eqn.invars:
+                aval = operand.aval
+                cost = collective_cost(COLLECTIVES[name], math.prod(aval.shape) * aval.dtype.itemsize, size)
+                payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+                parts.append(Collective(COLLECTIVES[name], payload, axes, times, cost * times))
+        elif name == "cond":
+            branches = tuple(Traffic(tuple(_walk(_open(branch), sizes, times))) for branch in params["branches"])
+            if any(branch.parts for branch in branches):
+                parts.append(Branches(branches))
+        elif name == "scan":
+            parts.extend(_walk(_open(params["jaxpr"]), sizes, times * params["length"]))
+        else:
+            if name == "shard_map":
+                inner = {**sizes, **params["mesh"].shape}
+            else:
+                inner = sizes
+            found = [part for sub in core.jaxprs_in_params(params) for part in _walk(sub, inner, times)]
+            if name == "while" and found:
+                raise NotImplementedError(
+                    "a while loop communicates, and how often it runs is not known before it does: "
+                    "use lax.scan, or lax.fori_loop with a static number of rounds"
+                )
+            parts.extend(found)
+    return parts
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    """The jaxpr itself: some versions of JAX keep it in a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,0 +1,260 @@
+"""A whole data-parallel training step."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._comm import AxisComm, CommLike, as_comm
+from ._flatten import Layout
+from ._state import AxisName, check_axis, find, init, state_specs
+
+
+def local_value_and_grad(
+    loss_fn: Callable[..., Any], axis: CommLike, *, argnums: int = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` of each worker's own loss, with each worker's own gradient.
+
+    Under ``jax.shard_map(check_vma=True)`` the gradient with respect to replicated parameters is summed over the
+    workers before one sees it; here it is not. Elsewhere this is ``jax.value_and_grad``.
+
+    Args:
+      loss_fn: the worker's loss, without any psum or pmean over workers in it.
+      axis: the mesh axis, or axes, along which the workers stand.
+      argnums: which argument to differentiate.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+
+    Returns:
+      A function with the arguments of ``loss_fn`` that returns ``(value, gradient)``.
+    """
+    comm = as_comm(axis)
+    value_and_grad = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+
+    def local(*args, **kwargs):
+        args = list(args)
+        args[argnums] = comm.varying(args[argnums])
+        value, grads = value_and_grad(*args, **kwargs)
+        return value, comm.varying(grads)
+
+    return local
+
+
+class TrainState(NamedTuple):
+    """What a training step carries.
+
+    Attributes:
+      params: the parameters, alike on all workers.
+      opt_state: the chain's state.
+      model_state: what the model keeps beside parameters, such as batch statistics; None without.
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any = None
+
+
+class TrainStep:
+    """A jitted training step, made by :func:`train_step`.
+
+    ``step(state, batch)``, or ``step(state, batch, key)``, returns the new state and the loss, or ``(loss, aux)``,
+    averaged over workers and micro-batches. It donates the old state, which can't be used again.
+    """
+
+    def __init__(self, run: Callable[..., Any], place: Callable[..., TrainState], parts: int, with_key: bool):
+        self._run, self._place, self._parts, self._with_key = run, place, parts, with_key
+
+    def init(self, params: Any, model_state: Any = None) -> TrainState:
+        """Makes the state before the first step, each worker's part on its own devices.
+
+        Args:
+          params: the parameters; they are copied.
+          model_state: what the model keeps beside them, for one worker; it is copied to all.
+
+        Returns:
+          The state. A model state kept per worker has a leading axis of P.
+        """
+        return self._place(params, model_state)
+
+    def __call__(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> tuple[TrainState, Any]:
+        """Trains on one batch.
+
+        Args:
+          state: from :meth:`init` or from the step before; donated.
+          batch: a pytree of arrays, the leading axis the examples of all workers and micro-batches.
+          key: a random key, another in each step; it is folded with the worker's rank and the micro-batch's number.
+
+        Returns:
+          The new state, and the mean loss or ``(loss, aux)``.
+
+        Raises:
+          ValueError: the batch can't be divided, or a key is missing or not expected.
+        """
+        self._check(batch, key)
+        return self._run(state, batch, key)
+
+    def lower(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Lowered:
+        """Lowers the step for these arguments (or their shapes), as the method of a jitted function does."""
+        self._check(batch, key)
+        return self._run.lower(state, batch, key)
+
+    def _check(self, batch: Any, key: jax.Array | None) -> None:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if not leaf.ndim or leaf.shape[0] % self._parts:
+                raise ValueError(
+                    f"batch leaf {jax.tree_util.keystr(path)} has shape {leaf.shape}; its leading axis is divided "
+                    f"among workers and micro-batches, so its length must be a multiple of {self._parts}"
+                )
+        if (key is not None) != self._with_key:
+            raise ValueError(
+                "pass a random key to the step if and only if train_step was given with_key=True, "
+                "and loss_fn takes it as the keyword argument key"
+            )
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis: AxisName,
+    *,
+    has_aux: bool = False,
+    micro_batches: int = 1,
+    model_state: Literal["mean", "per_worker"] | None = None,
+    with_key: bool = False,
+    check_vma: bool = True,
+) -> TrainStep:
+    """Makes a whole data-parallel training step: gradients, synchronisation, update, in one jitted program.
+
+    Args:
+      loss_fn: a worker's loss, ``loss_fn(params, batch)``, with ``model_state=`` and ``key=`` as keyword arguments
+        where they are asked for below. It returns the loss; with ``has_aux``, ``(loss, aux)``; with ``model_state``,
+        ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
+      tx: an optax chain that holds one of our transformations.
+      mesh: the devices.
+      axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it; parameters are
+        replicated over the whole mesh.
+      has_aux: whether ``loss_fn`` returns metrics beside the loss: numbers, which are averaged.
+      micro_batches: how many parts each worker's share of a batch is computed in, one after the other, with one
+        synchronisation for all.
+      model_state: what becomes of what the model keeps beside parameters, such as BatchNorm's statistics: averaged
+        over the workers after each step (``"mean"``; its bytes are sent and counted), or kept by each worker for
+        itself (``"per_worker"``: leaves have a leading axis of P).
+      with_key: whether ``loss_fn`` takes a random key.
+      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is.
+
+    Returns:
+      The step.
+
+    Raises:
+      ValueError: the mesh lacks the axis, ``micro_batches`` is not positive; from ``init``: ``tx`` does not
+        synchronise.
+
+    Example::
+
+      tx = optax.chain(jsparse.oktopk("data", density=0.01), optax.sgd(0.1))
+      step = jsparse.train_step(loss_fn, tx, mesh, "data")
+      state = step.init(params)
+      for batch in batches:
+          state, loss = step(state, batch)
+    """
+    check_axis(mesh, axis)
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches is {micro_batches}; it is how many parts a batch has, at least 1")
+    if model_state not in (None, "mean", "per_worker"):
+        raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
+    comm = AxisComm(axis)
+    update = optax.with_extra_args_support(tx).update
+    workers = math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
+    whole, parted = PartitionSpec(), PartitionSpec(axis)
+
+    def loss(params, batch, kept, key):
+        kwargs = ({"model_state": kept} if model_state else {}) | ({"key": key} if with_key else {})
+        out = loss_fn(params, batch, **kwargs)
+        value, rest = out if model_state or has_aux else (out, ())
+        kept, aux = (rest if has_aux else (rest, ())) if model_state else (None, rest)
+        return value, (kept, aux)
+
+    value_and_grad = local_value_and_grad(loss, axis, has_aux=True)
+
+    def micro_step(params, kept, part, key, number):
+        if with_key:
+            key = jax.random.fold_in(jax.random.fold_in(key, comm.rank()), number)
+        (value, (kept, aux)), grads = value_and_grad(params, part, kept, key)
+        return kept, (value, aux), grads
+
+    def accumulate(params, kept, batch, key):
+        if micro_batches == 1:
+            return micro_step(params, kept, batch, key, 0)
+        parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch)
+
+        def add(carry, numbered):
+            kept, total = carry
+            kept, report, grads = micro_step(params, kept, numbered[1], key, numbered[0])
+            total = jax.tree.map(lambda t, g: t + g / micro_batches, total, grads)
+            return (comm.varying(kept), total), report
+
+        wide = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.result_type(p, jnp.float32)), params)
+        start = comm.varying((kept, wide))
+        (kept, total), reports = lax.scan(add, start, (jnp.arange(micro_batches), parts))
+        report = jax.tree.map(lambda x: jnp.mean(x, axis=0), reports)
+        return kept, report, jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+
+    def local_step(state, batch, key):
+        kept = state.model_state
+        if model_state == "per_worker":
+            kept = jax.tree.map(lambda x: x[0], kept)
+        kept, report, grads = accumulate(state.params, kept, batch, key)
+        report = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), report)
+        if model_state == "mean":
+            report, kept = _mean(comm, (report, kept))
+        else:
+            report = _mean(comm, report)
+            kept = jax.tree.map(lambda x: comm.varying(x)[None], kept)
+        updates, opt_state = update(grads, state.opt_state, state.params, value=report[0])
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, kept), report
+
+    def spec(opt_state):
+        return TrainState(whole, state_specs(opt_state, axis), parted if model_state == "per_worker" else whole)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(state, batch, key):
+        specs = spec(state.opt_state)
+        step = jax.shard_map(
+            local_step, mesh=mesh, in_specs=(specs, parted, whole), out_specs=(specs, whole), check_vma=check_vma
+        )
+        state, (value, aux) = step(state, batch, key)
+        return state, (value, aux) if has_aux else value
+
+    def place(params, kept):
+        if model_state == "per_worker":
+            kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), kept)
+        opt_state = init(tx, params, mesh, axis)
+        find(opt_state)
+        state = TrainState(params, (), kept)
+        placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), spec(())))
+        return jax.tree.map(jnp.copy, placed)._replace(opt_state=opt_state)
+
+    return TrainStep(run, place, workers * micro_batches, with_key)
+
+
+def _mean(comm: AxisComm, tree: Any) -> Any:
+    """The mean over workers of all floats, in one message; of what else may differ, the largest."""
+    leaves, treedef = jax.tree.flatten(tree)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    layout = Layout.of([leaves[i] for i in floats])
+    means = layout.unravel(comm.psum(layout.ravel([leaves[i] for i in floats])) / comm.size)
+    for i, leaf in enumerate(leaves):
+        if i in floats:
+            leaves[i] = means.pop(0)
+        elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = comm.pmax(jax.random.key_data(leaf))
+            leaves[i] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        else:
+            leaves[i] = comm.pmax(leaf)
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,289 @@
+"""The gradient transformation: flatten, accumulate, select, reduce, average, unflatten."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._buckets import Bucket, plan
+from ._comm import Comm, CommLike, Metered, as_comm
+from ._error_feedback import accumulate, retain
+from ._sparse_vector import SparseVector
+from .allreduce import AllReduce, Dense
+from .select import Selector
+from .wire import Full, Wire
+
+FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+
+
+class BucketState(NamedTuple):
+    """What is carried for the leaves that are synchronised as one vector.
+
+    Attributes:
+      residual: shape ``(n,)``: what has been accumulated and not yet delivered; None without error feedback.
+      select: the selector's state.
+      reduce: the all-reduce's state.
+    """
+
+    residual: jax.Array | None
+    select: Any
+    reduce: Any
+
+
+class Report(NamedTuple):
+    """What the last synchronisation did; each leaf has shape ``(1,)``.
+
+    Attributes:
+      overflowed: int32: elements that this worker selected and that did not fit into its buffers.
+      delivered: int32: elements of this worker that became part of the update.
+      updated: int32: elements of the update; an all-gather counts an index once for each worker that sent it.
+      words: uint32: 4-byte words that this worker sent.
+      messages: uint32: messages that this worker sent.
+    """
+
+    overflowed: jax.Array
+    delivered: jax.Array
+    updated: jax.Array
+    words: jax.Array
+    messages: jax.Array
+
+
+class SparseAllReduceState(NamedTuple):
+    """State of :func:`sparse_allreduce`: every leaf's leading axis concatenates over workers.
+
+    Attributes:
+      step: int32, shape ``(1,)``: synchronisations so far, those with a non-finite gradient apart.
+      buckets: one for each vector that is synchronised.
+      report: what the last step did.
+    """
+
+    step: jax.Array
+    buckets: tuple[BucketState, ...]
+    report: Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How gradients are synchronised: the arguments of :func:`sparse_allreduce`."""
+
+    comm: Comm
+    select: Selector | None
+    allreduce: AllReduce
+    wire: Wire = Full()
+    error_feedback: bool = True
+    scope: Literal["global", "leaf"] = "global"
+    dense_below: int = 0
+    bucket_bytes: int | None = None
+
+    def __post_init__(self):
+        if self.scope not in ("global", "leaf"):
+            raise ValueError(f'scope is {self.scope!r}; choose "global" or "leaf"')
+        if self.dense_below < 0:
+            raise ValueError(f"dense_below is {self.dense_below}; it is a number of elements, at least 0")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it is a number of bytes, at least 1, or None")
+
+    def plan(self, tree: Any) -> list[Bucket]:
+        """Which leaves travel together."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if leaf.dtype not in FLOATS:
+                raise ValueError(
+                    f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
+                    "float32 or float64: keep what is not trained out of the parameters"
+                )
+        return plan(
+            jax.tree.leaves(tree), scope=self.scope, dense_below=self.dense_below, bucket_bytes=self.bucket_bytes
+        )
+
+    def of(self, bucket: Bucket) -> "Config":
+        """How one bucket is synchronised."""
+        if not bucket.dense:
+            return self
+        return dataclasses.replace(self, select=None, allreduce=Dense(), error_feedback=False)
+
+
+class SparseAllReduce(optax.GradientTransformationExtraArgs):
+    """A gradient transformation that synchronises, and that can be asked how.
+
+    Attributes:
+      config: its configuration.
+    """
+
+    config: Config
+
+    def __new__(cls, config: Config) -> "SparseAllReduce":
+        def update_fn(updates, state, params=None, **extra_args):
+            del params, extra_args
+            return _update(config, updates, state)
+
+        self = super().__new__(cls, lambda params: _init(config, params), update_fn)
+        self.config = config
+        return self
+
+
+def sparse_allreduce(
+    comm: CommLike,
+    *,
+    select: Selector | None,
+    allreduce: AllReduce,
+    wire: Wire = Full(),
+    error_feedback: bool = True,
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """Averages gradients over the workers sparsely: any selector with any all-reduce.
+
+    Takes the place of ``lax.pmean`` of the gradients: it is given each worker's own gradient and returns the mean of
+    what was delivered, the same bits on every worker. What a worker did not get delivered stays in its residual and
+    is added to its next gradient, so that nothing is lost. It runs wherever the axis is bound: in ``jax.shard_map``,
+    ``jax.pmap`` or ``jax.vmap(axis_name=...)``.
+
+    A non-finite gradient on any worker makes the whole update NaN on all of them and leaves the state as it was, so
+    that ``optax.apply_if_finite`` around what *follows* can skip the step.
+
+    Args:
+      comm: a mesh axis name, a tuple of them (taken as one axis), or a :class:`Comm`.
+      select: which elements a worker sends; None for an all-reduce of dense vectors.
+      allreduce: how they are summed.
+      wire: how they are laid out in messages.
+      error_feedback: whether to keep what was not delivered. Without it, that is lost.
+      scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``).
+      dense_below: leaves of fewer elements are summed densely, all together.
+
+    Returns:
+      A gradient transformation. Its updates have the shapes and types of the gradients.
+
+    Raises:
+      ValueError: an argument is out of range. From ``init`` and ``update``: a leaf is not float16, bfloat16, float32
+        or float64; a bucket has ``2**31`` elements or more; the axis is not bound; gradients are already summed.
+
+    Example::
+
+      tx = optax.chain(
+          jsparse.sparse_allreduce(
+              "data", select=jsparse.select.TopK(0.01), allreduce=jsparse.allreduce.OkTopk(0.01)
+          ),
+          optax.adam(1e-3),
+      )
+    """
+    return SparseAllReduce(Config(as_comm(comm), select, allreduce, wire, error_feedback, scope, dense_below))
+
+
+class Sums(NamedTuple):
+    """The sums over the workers, before anything is made of them.
+
+    Attributes:
+      plan: the buckets.
+      totals: the sum of each.
+      bad: bool scalar: a gradient was not finite somewhere, and the totals are void.
+      size: the number of workers.
+    """
+
+    plan: list[Bucket]
+    totals: list[SparseVector | jax.Array]
+    bad: jax.Array
+    size: int
+
+
+def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tuple[Sums, SparseAllReduceState]:
+    """Sums the workers' gradients, as much of them as the algorithm delivers."""
+    comm = Metered(config.comm)
+    leaves = jax.tree.leaves(grads)
+    buckets = config.plan(grads)
+    _check_local(comm, grads)
+    _check_state(buckets, state)
+
+    step, bad = state.step[0], jnp.array(False)
+    if jax.tree.leaves(state.buckets):
+        # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
+        largest = jnp.stack([jnp.max(jnp.abs(leaf)).astype(jnp.float32) for leaf in leaves if leaf.size])
+        opening = comm.pmax(jnp.stack([1 - jnp.all(jnp.isfinite(largest)), step]).astype(jnp.int32))
+        bad, step = opening[0] > 0, opening[1]
+
+    totals, carried = [], []
+    overflowed = delivered = updated = jnp.int32(0)
+    for bucket, before in zip(buckets, state.buckets, strict=True):
+        how = config.of(bucket)
+        x = acc = accumulate(bucket.layout, before.residual, bucket.of(leaves), ~bad)
+        chosen = before.select
+        if how.select is not None:
+            x, chosen = how.select(acc, chosen, step)
+            overflowed += chosen.selected[0] - x.count
+            x = x.where(~bad)
+        total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
+        overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
+        delivered += _count(arrived)
+        updated += _count(total)
+        residual = retain(acc, arrived) if how.error_feedback else None
+        chosen, reduce = jax.tree.map(
+            lambda new, old: jnp.where(bad, old, new), (chosen, reduce), (before.select, before.reduce)
+        )
+        totals.append(total)
+        carried.append(BucketState(residual, chosen, reduce))
+
+    report = Report(overflowed, delivered, updated, jnp.asarray(comm.words), jnp.asarray(comm.messages))
+    report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
+    step = jnp.where(bad, step, step + 1)[None]
+    return Sums(buckets, totals, bad, comm.size), comm.varying(SparseAllReduceState(step, tuple(carried), report))
+
+
+def _update(
+    config: Config, updates: optax.Updates, state: SparseAllReduceState
+) -> tuple[optax.Updates, SparseAllReduceState]:
+    leaves, treedef = jax.tree.flatten(updates)
+    sums, state = synchronise(config, updates, state)
+    means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+    for bucket, total in zip(sums.plan, sums.totals, strict=True):
+        if isinstance(total, SparseVector):
+            fill = jnp.where(sums.bad, jnp.nan, 0)
+            blank = [jnp.full(shape, fill, bucket.layout.dtype) for shape in bucket.layout.shapes]
+            mean = SparseVector(total.values / sums.size, total.indices, total.n)
+            parts = bucket.layout.add_sparse(blank, mean)
+            parts = [part.astype(dtype) for part, dtype in zip(parts, bucket.layout.dtypes, strict=True)]
+        else:
+            parts = bucket.layout.unravel(jnp.where(sums.bad, jnp.nan, total / sums.size))
+        for i, part in zip(bucket.ids, parts, strict=True):
+            means[i] = part
+    return jax.tree.unflatten(treedef, means), state
+
+
+def _init(config: Config, params: optax.Params) -> SparseAllReduceState:
+    comm, states = config.comm, []
+    for bucket in config.plan(params):
+        how, n, dtype = config.of(bucket), bucket.layout.n, bucket.layout.dtype
+        states.append(
+            BucketState(
+                residual=jnp.zeros(n, dtype) if how.error_feedback else None,
+                select=how.select.init(n, dtype) if how.select is not None else (),
+                reduce=how.allreduce.init(n, comm.size, dtype),
+            )
+        )
+    none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
+    return comm.varying(SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))
+
+
+def _check_local(comm: Comm, grads: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not comm.may_differ(leaf):
+            raise ValueError(
+                f"gradient leaf {jax.tree_util.keystr(path)} is the same on all workers: under "
+                "jax.shard_map(check_vma=True) the gradient with respect to replicated parameters is already summed. "
+                "Compute it with jsparse.local_value_and_grad(loss_fn, axis), which leaves it local, and neither psum "
+                "nor pmean it"
+            )
+
+
+def _check_state(buckets: list[Bucket], state: SparseAllReduceState) -> None:
+    had = [None if b.residual is None else (b.residual.shape[0], b.residual.dtype) for b in state.buckets]
+    have = [(bucket.layout.n, bucket.layout.dtype) for bucket in buckets]
+    if len(had) != len(have) or any(h is not None and h != g for h, g in zip(had, have, strict=True)):
+        raise ValueError(
+            f"the state is for buckets of (length, type) {had}, the gradients make {have}: initialise the state with "
+            "parameters of the gradients' shapes and types"
+        )
+
+
+def _count(x: SparseVector | jax.Array) -> jax.Array:
+    return jnp.sum(x.count, dtype=jnp.int32) if isinstance(x, SparseVector) else jnp.int32(x.shape[0])

@@ -1,0 +1,103 @@
+"""Gathering parts of unequal length."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import bitmap
+
+from .._comm import Comm
+from .._sparse_vector import SparseVector
+from ..wire import Wire
+
+# Lengths that a message may have, in units of an equal share: the smallest that fits is sent.
+PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
+BALANCING_LENGTHS = (0.25, 0.5, 1.0)
+
+
+def gather_parts(
+    comm: Comm, mine: SparseVector, parts: jax.Array, share: int, *, balance_above: float, step: jax.Array, wire: Wire
+) -> SparseVector:
+    """Gathers each worker's elements everywhere; balances them first where one has many more than its share.
+
+    Ok-Topk's ``balance_and_allgatherv`` (section 3.1.2). What does not fit is left out, a different part of it each
+    step.
+
+    Args:
+      comm: the workers.
+      mine: this worker's elements, one run; no index occurs on two workers.
+      parts: int32, shape ``(P,)``, alike on all workers: about how many elements each has.
+      share: an equal share; balanced parts have this length.
+      balance_above: up to which length, in shares, parts are gathered as they are.
+      step: int32 scalar, alike on all workers.
+      wire: the layout of the messages.
+
+    Returns:
+      The gathered elements, one run for each message received, alike on all workers.
+    """
+    lengths = _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, mine.capacity)
+    count = mine.count
+
+    def direct(length: int) -> SparseVector:
+        part = mine.window(jnp.int32(0), count, length, bitmap.turn(step, length))
+        return _gather(part).pad(lengths[-1])
+
+    def balanced() -> SparseVector:
+        return _gather(_balance(comm, mine, comm.all_gather(count), share, step, wire)).pad(lengths[-1])
+
+    def _gather(part: SparseVector) -> SparseVector:
+        return wire.decode(comm.all_gather(wire.encode(part)), mine.n, mine.values.dtype)
+
+    branches = [lambda length=length: direct(length) for length in lengths]
+    if lengths[-1] < mine.capacity:
+        branches.append(balanced)
+    fitting = jnp.sum(jnp.max(parts) > jnp.array(lengths), dtype=jnp.int32)
+    return comm.switch(jnp.minimum(fitting, len(branches) - 1), branches, replicated=True)
+
+
+def _balance(
+    comm: Comm, mine: SparseVector, counts: jax.Array, share: int, step: jax.Array, wire: Wire
+) -> SparseVector:
+    """Moves what some workers have above their share to those that have less: each then has at most ``share``."""
+    rank = comm.rank()
+    kept = _reduce_to(counts, share * comm.size)
+    mine = mine.window(jnp.int32(0), counts[rank], mine.capacity, bitmap.turn(step, share), limit=kept[rank])
+
+    # All surpluses, end to end, fill all deficits, end to end: where two stretches overlap, something is sent.
+    surplus = jnp.maximum(kept - share, 0)
+    deficit = jnp.maximum(share - kept, 0)
+    surplus_from = jnp.cumsum(surplus, dtype=jnp.int32) - surplus
+    deficit_from = jnp.cumsum(deficit, dtype=jnp.int32) - deficit
+    begin = jnp.maximum(surplus_from[:, None], deficit_from)
+    end = jnp.minimum((surplus_from + surplus)[:, None], deficit_from + deficit)
+    amount = jnp.maximum(end - begin, 0)
+    first = share + begin - surplus_from[:, None]
+
+    lengths = _lengths(BALANCING_LENGTHS, share, share)
+
+    def exchange(length: int) -> SparseVector:
+        outgoing = mine.window(first[rank], amount[rank], length)
+        received = comm.all_to_all(wire.encode(outgoing))
+        return wire.decode(received, mine.n, mine.values.dtype).pad(share)
+
+    index = jnp.sum(jnp.max(amount) > jnp.array(lengths), dtype=jnp.int32)
+    received = comm.switch(index, [lambda length=length: exchange(length) for length in lengths])
+    own = mine.window(jnp.int32(0), jnp.minimum(kept[rank], share), share)
+    together = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), own, received)
+    return together.join(share)[0]
+
+
+def _reduce_to(counts: jax.Array, room: int) -> jax.Array:
+    """The counts, each made smaller in proportion where their sum exceeds ``room``."""
+    total = jnp.sum(counts, dtype=jnp.int32)
+    excess = jnp.maximum(total - room, 0)
+    less = jnp.minimum(counts, counts // jnp.maximum(total // jnp.maximum(excess, 1), 1) + 1)
+    return jnp.where(excess > 0, counts - less, counts)
+
+
+def _lengths(shares: Sequence[float], share: int, most: int) -> list[int]:
+    """The static lengths of a message, ascending."""
+    return sorted({min(math.ceil(f * share), most) for f in shares})

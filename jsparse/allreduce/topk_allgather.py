@@ -1,0 +1,32 @@
+"""TopkA: all-gather of everyone's sparse vector."""
+
+import dataclasses
+
+import jax
+from jax.typing import DTypeLike
+
+from .._comm import Comm
+from .._sparse_vector import SparseVector
+from ..wire import Wire
+
+
+@dataclasses.dataclass(frozen=True)
+class TopkAllGather:
+    """Gathers every worker's elements everywhere; each sums them for itself, in the order of ranks.
+
+    Everything that is selected is delivered. The sum has up to ``P k`` elements.
+
+    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker.
+
+    References:
+      Li and Hoefler, PPoPP 2022, Table 1, "TopkA"; Renggli et al., SparCML, SC 2019.
+    """
+
+    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
+        return ()
+
+    def __call__(
+        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
+    ) -> tuple[SparseVector, SparseVector, tuple[()]]:
+        everyone = comm.all_gather(wire.encode(x))
+        return wire.decode(everyone, x.n, x.values.dtype), x, state

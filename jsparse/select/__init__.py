@@ -1,0 +1,17 @@
+"""Selectors: which elements of a vector are sent."""
+
+from ._base import Selector, SelectorState
+from .fixed import FixedThreshold
+from .reused import ReusedThreshold, ReusedThresholdState
+from .sampled import SampledThreshold
+from .top_k import TopK
+
+__all__ = [
+    "FixedThreshold",
+    "ReusedThreshold",
+    "ReusedThresholdState",
+    "SampledThreshold",
+    "Selector",
+    "SelectorState",
+    "TopK",
+]

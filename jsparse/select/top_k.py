@@ -1,0 +1,41 @@
+"""Exact top-k."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kernels_pallas import select_top_k
+
+from .._sparse_vector import SparseVector
+from .._density import check_density, elements_kept
+from ._base import SelectorState, initial_state
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Selects the k elements of largest magnitude, exactly; ties go to the lowest index.
+
+    Attributes:
+      density: k / n, above 0 and at most 1.
+
+    >>> x, _ = TopK(0.5)(jnp.array([3.0, -1.0, 0.5, -4.0]), TopK(0.5).init(4, jnp.float32), jnp.int32(0))
+    >>> x.values, x.indices
+    (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32))
+    """
+
+    density: float
+
+    def __post_init__(self):
+        check_density(self.density)
+
+    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
+        return initial_state(dtype)
+
+    def __call__(self, acc: jax.Array, state: SelectorState, step: jax.Array) -> tuple[SparseVector, SelectorState]:
+        n = acc.shape[0]
+        values, indices, count = select_top_k(acc, elements_kept(self.density, n))
+        smallest = jnp.min(jnp.where(indices < n, jnp.abs(values), jnp.inf))
+        threshold = jnp.where(count > 0, smallest, 0)
+        return SparseVector(values, indices, n), SelectorState(threshold[None], count[None])

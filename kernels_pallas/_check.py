@@ -1,0 +1,19 @@
+"""What every operation asks of its arguments."""
+
+import jax
+import jax.numpy as jnp
+
+
+def vector(x: jax.Array) -> None:
+    if x.ndim != 1 or x.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(
+            f"x has shape {x.shape} and type {x.dtype}; selection takes one vector of float32 or float64: "
+            "ravel it, and cast it where it is narrower"
+        )
+    if x.shape[0] >= 2**31:
+        raise ValueError(f"x has {x.shape[0]} elements; indices are int32, so split it into parts below 2**31")
+
+
+def positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")

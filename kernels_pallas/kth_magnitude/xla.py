@@ -1,0 +1,86 @@
+"""The exact k-th largest magnitude in plain JAX.
+
+A magnitude's bits, read as an integer, order as the magnitude does, so that the k-th largest can be found bit by bit,
+each time counting the elements at or above a candidate. On a long vector that is a pass a bit; instead a sample bounds
+the k-th magnitude from below, one compaction takes everything at or above the bound, and the search runs inside that
+superset. Whether the superset holds the k-th is checked, not assumed.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import bitmap
+from .._varying import varying_as
+from ..select_above.xla import above, count_above, take
+
+# Elements sampled. A vector of up to four times as many is searched whole.
+SAMPLE = 65536
+# How many standard deviations of the sampled rank the superset leaves on either side of k.
+MARGIN = 4
+
+
+def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
+    if k >= x.shape[0]:
+        return jnp.zeros((), x.dtype)
+    capacity = superset_capacity(x.shape[0], k)
+    if capacity is None:
+        return search(x, k)
+    values, _, holds = superset(x, k, capacity)
+    return lax.cond(holds, lambda: search(values, k), lambda: search(x, k))
+
+
+def estimate_kth_magnitude(x: jax.Array, k: int) -> jax.Array:
+    if k >= x.shape[0]:
+        return jnp.zeros((), x.dtype)
+    if x.shape[0] <= 4 * SAMPLE:
+        return search(x, k)
+    return search(sample(x), max(1, round(k / x.shape[0] * SAMPLE)))
+
+
+def search(x: jax.Array, k: int) -> jax.Array:
+    """The k-th largest magnitude, by a counting pass for each bit."""
+    bits = jnp.finfo(x.dtype).bits
+    integer = jnp.dtype(f"int{bits}")
+
+    def refine(i, found):
+        candidate = found | (jnp.ones((), integer) << (bits - 2 - i).astype(integer))
+        reached = count_above(x, lax.bitcast_convert_type(candidate, x.dtype))
+        return jnp.where(reached >= k, candidate, found)
+
+    found = lax.fori_loop(0, bits - 1, refine, varying_as(jnp.zeros((), integer), x))
+    return lax.bitcast_convert_type(found, x.dtype)
+
+
+def superset_capacity(n: int, k: int) -> int | None:
+    """How many elements the superset has room for; None where searching the whole vector is as good."""
+    if n <= 4 * SAMPLE:
+        return None
+    expected = k / n * SAMPLE
+    capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / SAMPLE)
+    return capacity if capacity <= n // 4 else None
+
+
+def superset(x: jax.Array, k: int, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Everything at or above a sampled lower bound of the k-th magnitude.
+
+    Returns:
+      ``(values, indices, holds)``: shapes ``(capacity,)``; ``holds`` says that these elements include the ``k``
+      largest, or every non-zero one.
+    """
+    expected = k / x.shape[0] * SAMPLE
+    lower = search(sample(x), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
+    values, indices, count = take(x, above(x, lower), capacity)
+    return values, indices, (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
+
+
+def sample(x: jax.Array) -> jax.Array:
+    """One element from each of ``SAMPLE`` nearly equal stretches, at places that follow no period."""
+    length, longer = divmod(x.shape[0], SAMPLE)
+    stretch = lax.iota(jnp.uint32, SAMPLE)
+    begin = stretch * jnp.uint32(length) + jnp.minimum(stretch, jnp.uint32(longer))
+    # Knuth's multiplicative hash (golden ratio), its high bits.
+    place = ((stretch * jnp.uint32(2654435769)) >> 8) % jnp.uint32(length)
+    return x[(begin + place).astype(jnp.int32)]

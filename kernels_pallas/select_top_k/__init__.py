@@ -1,0 +1,32 @@
+"""Exact top-k by magnitude, in ascending order of index."""
+
+import jax
+
+from .. import _check
+from . import xla
+
+
+def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes down the ``k`` elements of largest magnitude, in ascending order of index.
+
+    Reads ``x`` once for most inputs. Among equal magnitudes at the edge the lowest indices win; zeros and NaN are
+    never selected, so that fewer than ``k`` come where fewer than ``k`` are not zero.
+
+    Args:
+      x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
+      k: static, at least 1.
+
+    Returns:
+      ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
+      ``n``; values have the type of ``x``, padded with 0.
+
+    Raises:
+      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``k`` is not positive.
+
+    >>> values, indices, count = select_top_k(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
+    >>> values, indices, int(count)
+    (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32), 2)
+    """
+    _check.vector(x)
+    _check.positive("k", k)
+    return xla.select_top_k(x, k)
