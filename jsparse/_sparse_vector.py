@@ -83,17 +83,22 @@ class SparseVector:
         places = SparseVector(self.values, bitmap.rank(union, self.indices), capacity)
         return SparseVector(places.to_dense(), indices, self.n)
 
-    def join(self, capacity: int) -> tuple["SparseVector", jax.Array]:
-        """The same vector as one run with a buffer of ``capacity``, where no index occurs twice.
+    def concatenate(self, capacity: int) -> "SparseVector":
+        """The same vector as one run, where each run's indices lie wholly above those of the run before."""
+        count = self.count
+        first = jnp.cumsum(count, dtype=jnp.int32) - count
+        places = jnp.where(self.indices < self.n, first[:, None] + lax.iota(jnp.int32, self.capacity), capacity)
+        return self._place(places, capacity)
 
-        Returns:
-          The vector, and the bitmap of its indices.
-        """
-        union = self.union()
-        places = bitmap.rank(union, self.indices).reshape(-1)
+    def join(self, capacity: int) -> "SparseVector":
+        """The same vector as one run, where no index occurs twice; the indices may stand in any order."""
+        return self._place(bitmap.rank(self.union(), self.indices), capacity)
+
+    def _place(self, places: jax.Array, capacity: int) -> "SparseVector":
+        places = places.reshape(-1)
         values = jnp.zeros(capacity, self.values.dtype).at[places].set(self.values.reshape(-1), mode="drop")
-        indices, _ = bitmap.members(union, capacity, self.n)
-        return SparseVector(values, indices, self.n), union
+        indices = jnp.full(capacity, self.n).at[places].set(self.indices.reshape(-1), mode="drop")
+        return SparseVector(values, indices, self.n)
 
     def window(
         self, begin: jax.Array, length: jax.Array, capacity: int, start: ArrayLike = 0, limit: ArrayLike | None = None

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from kernels_pallas import bitmap
+
 from ._buckets import Bucket, plan
 from ._comm import Comm, CommLike, Metered, as_comm
 from ._error_feedback import accumulate, retain
@@ -198,8 +200,8 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     step, bad = state.step[0], jnp.array(False)
     if jax.tree.leaves(state.buckets):
         # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
-        largest = jnp.stack([jnp.max(jnp.abs(leaf)).astype(jnp.float32) for leaf in leaves if leaf.size])
-        opening = comm.pmax(jnp.stack([1 - jnp.all(jnp.isfinite(largest)), step]).astype(jnp.int32))
+        bad = sum(bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves) > 0
+        opening = comm.pmax(jnp.stack([bad.astype(jnp.int32), step]))
         bad, step = opening[0] > 0, opening[1]
 
     totals, carried = [], []

@@ -1,5 +1,6 @@
 """Gathering parts of unequal length."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -36,22 +37,23 @@ def gather_parts(
       wire: the layout of the messages.
 
     Returns:
-      The gathered elements, one run for each message received, alike on all workers.
+      Everyone's elements as one run, alike on all workers.
     """
     lengths = _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, mine.capacity)
+    capacity = min(comm.size * lengths[-1], mine.n)
     count = mine.count
+
+    def gather(part: SparseVector) -> SparseVector:
+        return wire.decode(comm.all_gather(wire.encode(part)), mine.n, mine.values.dtype)
 
     def direct(length: int) -> SparseVector:
         part = mine.window(jnp.int32(0), count, length, bitmap.turn(step, length))
-        return _gather(part).pad(lengths[-1])
+        return gather(part).concatenate(capacity)
 
     def balanced() -> SparseVector:
-        return _gather(_balance(comm, mine, comm.all_gather(count), share, step, wire)).pad(lengths[-1])
+        return gather(_balance(comm, mine, comm.all_gather(count), share, step, wire)).join(capacity)
 
-    def _gather(part: SparseVector) -> SparseVector:
-        return wire.decode(comm.all_gather(wire.encode(part)), mine.n, mine.values.dtype)
-
-    branches = [lambda length=length: direct(length) for length in lengths]
+    branches = [functools.partial(direct, length) for length in lengths]
     if lengths[-1] < mine.capacity:
         branches.append(balanced)
     fitting = jnp.sum(jnp.max(parts) > jnp.array(lengths), dtype=jnp.int32)
@@ -84,10 +86,10 @@ def _balance(
         return wire.decode(received, mine.n, mine.values.dtype).pad(share)
 
     index = jnp.sum(jnp.max(amount) > jnp.array(lengths), dtype=jnp.int32)
-    received = comm.switch(index, [lambda length=length: exchange(length) for length in lengths])
+    received = comm.switch(index, [functools.partial(exchange, length) for length in lengths])
     own = mine.window(jnp.int32(0), jnp.minimum(kept[rank], share), share)
     together = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), own, received)
-    return together.join(share)[0]
+    return together.join(share)
 
 
 def _reduce_to(counts: jax.Array, room: int) -> jax.Array:

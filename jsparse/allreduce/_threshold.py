@@ -1,75 +1,89 @@
 """A threshold that selects k elements of a vector spread over the workers."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import count_above
+from kernels_pallas import count_above, estimate_kth_magnitude
 
 from .._comm import Comm
 
-# Five thresholds, two on either side of the last one, spaced so that neighbours select counts in about this ratio.
-GRID_RATIO = 1.5
-# Elements by which a part may exceed its interpolated length: this share, and two.
-MARGIN = 1 / 64
-STEEPEST, FLATTEST = 50.0, 0.5
+# The ranks whose magnitudes each worker tells, in units of how many elements it had above the last threshold.
+RANKS = (0.5, 0.8, 1.0, 1.25, 2.0)
+# Elements that a worker looks at to estimate them.
+SAMPLE = 16384
+# The share by which a part may be longer than estimated.
+MARGIN = 1 / 32
+# Search exactly when workers with more than this share of k are beyond the ranks they told.
+UNCERTAIN = 0.1
 
 
 def global_threshold(
-    comm: Comm, values: jax.Array, k: int, last: jax.Array, slope: jax.Array, due: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    comm: Comm, values: jax.Array, k: int, part: jax.Array, due: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Finds the magnitude that k elements reach, of all workers' ``values`` together.
 
-    Every worker counts what it has above a grid of thresholds around the last one, and the counts are exchanged: the
-    threshold is interpolated between them. When it is due, or falls outside the grid, it is searched for exactly.
+    Each worker tells the magnitudes of five ranks, around the number of elements that it had above the last threshold.
+    Between them its count is interpolated; where the counts add up to k is the threshold. This takes one exchange of
+    six words, and follows whatever shape the magnitudes have: under error feedback they pile up right below the last
+    threshold, so that counts above a grid of thresholds would say little. When it is due, or the threshold falls
+    outside what the workers told, it is searched for exactly.
 
     Args:
       comm: the workers.
       values: this worker's elements, shape ``(capacity,)``, padded with 0.
       k: how many are wanted, static.
-      last: scalar, the last threshold.
-      slope: scalar, ``-d log(count) / d log(threshold)`` as last seen.
+      part: int32 scalar, at least 1: about how many elements this worker should expect to have above the threshold.
       due: bool scalar, alike on all workers: whether to search exactly.
 
     Returns:
-      ``(threshold, slope, parts)``, all alike on all workers: ``parts``, int32 of shape ``(P,)``, is how many elements
-      each worker has above the threshold, at least nearly.
+      ``(threshold, parts)``, alike on all workers: ``parts``, int32 of shape ``(P,)``, is how many elements each worker
+      has above the threshold, or a little more than it.
     """
-    grid = last * GRID_RATIO ** ((jnp.arange(5, dtype=last.dtype) - 2) / slope)
-    thresholds = jnp.concatenate([jnp.zeros_like(grid[:1]), grid])
-    # What steers the workers together comes from these counts alone, not from their states: that types it as alike.
-    counts = comm.all_gather(jax.vmap(count_above, (None, 0))(values, thresholds))
-    totals = jnp.sum(counts, axis=0, dtype=jnp.int32)
-    everything = totals[0] <= k
-    inside = (totals[1] >= k) & (totals[-1] <= k)
-    place = jnp.clip(jnp.sum(totals[1:] >= k) - 1, 0, grid.shape[0] - 2)
-    upper, lower = totals[place + 1], jnp.maximum(totals[place + 2], 1)
+    told = estimate_kth_magnitude(values, _ranks(part), sample=SAMPLE).astype(jnp.float32)
+    message = jnp.append(lax.bitcast_convert_type(told, jnp.int32), part)
+    everyone = comm.all_gather(message)
+    ranks = _ranks(everyone[:, -1]).astype(jnp.float32)
+    magnitudes = lax.bitcast_convert_type(everyone[:, :-1], jnp.float32)
 
-    def interpolate():
-        share = (upper - k) / jnp.maximum(upper - lower, 1)
-        begin, end = counts[:, place + 1], counts[:, place + 2]
-        parts = begin + jnp.round(share * (end - begin)).astype(jnp.int32)
-        parts = jnp.where(everything, counts[:, 0], parts + (parts * MARGIN).astype(jnp.int32) + 2)
-        return jnp.zeros((), values.dtype), jnp.ones((), values.dtype), parts
+    def counts(threshold):
+        """Each worker's count above a threshold, by its piecewise linear curve."""
+        inside = jax.vmap(lambda m, r: jnp.interp(threshold, m[::-1], r[::-1]))(magnitudes, ranks)
+        beyond = ranks[:, 0] * jnp.maximum(2 - threshold / jnp.maximum(magnitudes[:, 0], 1e-37), 0)
+        return jnp.where(threshold > magnitudes[:, 0], beyond, inside)
+
+    # The sum of the curves is piecewise linear between all that was told; k lies between two neighbours of it.
+    corners = magnitudes.reshape(-1)
+    totals = jax.vmap(lambda corner: jnp.sum(counts(corner)))(corners)
+    enough = totals >= k
+    low, high = jnp.max(jnp.where(enough, corners, -1)), jnp.min(jnp.where(enough, jnp.inf, corners))
+    more, fewer = jnp.min(jnp.where(enough, totals, jnp.inf)), jnp.max(jnp.where(enough, 0, totals))
+    between = low + (high - low) * (more - k) / jnp.maximum(more - fewer, 1e-6)
+    beyond = jnp.where(between < magnitudes[:, -1], ranks[:, -1], 0)
+    beyond += jnp.where(between > magnitudes[:, 0], ranks[:, 0] / 2, 0)
+    known = (low > 0) & jnp.isfinite(high) & (jnp.sum(beyond) <= UNCERTAIN * k)
+
+    # Where the magnitude of a rank is 0, fewer elements than that are left: if that makes k of all, take all.
+    most = jnp.min(jnp.where(magnitudes > 0, jnp.inf, ranks), axis=1)
+    everything = jnp.sum(most) <= k
+
+    def estimate():
+        threshold = jnp.where(everything, 0, between)
+        parts = jnp.where(everything, most, counts(threshold) * (1 + MARGIN) + 2)
+        return threshold.astype(values.dtype), parts.astype(jnp.int32)
 
     def search():
         found = _search(comm, values, k)
-        further = comm.psum(count_above(values, found * 1.1))
-        reached = comm.all_gather(count_above(values, found))
-        fall = jnp.log(jnp.sum(reached) / jnp.maximum(further, 1)) / math.log(1.1)
-        return found, jnp.clip(fall.astype(values.dtype), FLATTEST, STEEPEST), reached
+        return found, comm.all_gather(count_above(values, found))
 
-    exactly = due | ~(everything | inside)
-    found, fall, parts = comm.switch(exactly.astype(jnp.int32), [interpolate, search], replicated=True)
-    step = jnp.log(grid[place + 1] / grid[place])
-    drop = jnp.log(upper / lower)
-    between = grid[place] * jnp.exp(step * jnp.log(upper / k) / jnp.maximum(drop, 1e-6))
-    seen = jnp.clip(drop / step, FLATTEST, STEEPEST)
-    threshold = jnp.where(exactly, found, jnp.where(everything, 0, between.astype(values.dtype)))
-    slope = jnp.where(exactly, fall, jnp.where(everything, slope, seen.astype(values.dtype)))
-    return threshold, slope, parts
+    exactly = due | ~(known | everything)
+    return comm.switch(exactly.astype(jnp.int32), [estimate, search], replicated=True)
+
+
+def _ranks(part: jax.Array) -> jax.Array:
+    """The ranks that a worker with so many elements tells: ascending, int32, shape ``(*part.shape, 5)``."""
+    scaled = jnp.ceil(part[..., None] * jnp.array(RANKS, jnp.float32)).astype(jnp.int32)
+    return jnp.maximum(scaled, jnp.arange(1, len(RANKS) + 1))
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:

@@ -48,13 +48,13 @@ class OkTopkState(NamedTuple):
     Attributes:
       starts: int32, shape ``(P,)``: the first index of each worker's region.
       threshold: shape ``(1,)``: the last global threshold.
-      slope: shape ``(1,)``: how steeply the global count falls: ``-d log(count) / d log(threshold)``.
+      part: int32, shape ``(1,)``: how many elements of its region this worker had above it.
       overflowed: int32, shape ``(1,)``: selected elements that did not fit into their region's message.
     """
 
     starts: jax.Array
     threshold: jax.Array
-    slope: jax.Array
+    part: jax.Array
     overflowed: jax.Array
 
 
@@ -68,9 +68,8 @@ class OkTopk:
 
     Attributes:
       density: k / n, above 0 and at most 1, of the global selection and of the buffers.
-      tau_threshold: τ', steps between exact evaluations of the global threshold. In between it is found from the
-        counts above a grid of thresholds around the last one, which ride on the exchange of counts; where the grid
-        misses, it is evaluated exactly.
+      tau_threshold: τ', steps between exact evaluations of the global threshold. In between it is interpolated
+        from the magnitudes of a few ranks on each worker, which ride on the exchange of counts.
       tau_region: τ, steps between repartitions of the regions.
       split: how regions travel: ``"all_to_all"``, or ``"rotate"``: P-1 shifted exchanges, the paper's destination
         rotation, which lets XLA overlap them with the union of their indices. Both give the same bits.
@@ -101,7 +100,8 @@ class OkTopk:
             raise ValueError(f"balance_above is {self.balance_above}; a largest part is at least 1 (in k/P)")
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> OkTopkState:
-        return OkTopkState(_even_regions(n, size), jnp.zeros(1, dtype), jnp.full(1, 2.0, dtype), jnp.zeros(1, jnp.int32))
+        none = jnp.zeros(1, jnp.int32)
+        return OkTopkState(_even_regions(n, size), jnp.zeros(1, dtype), none, none)
 
     def __call__(
         self, comm: Comm, x: SparseVector, state: OkTopkState, *, step: jax.Array, wire: Wire
@@ -118,13 +118,16 @@ class OkTopk:
         # Line 8.
         sent, reduced = _split_and_reduce(comm, x, starts, share, rotate=self.split == "rotate", step=step, wire=wire)
         # Lines 9-12.
-        threshold, slope, parts = global_threshold(
-            comm, reduced.values, k, state.threshold[0], state.slope[0], due=step % self.tau_threshold == 0
-        )
+        if k < x.n:
+            expected = jnp.maximum(state.part[0], share // 4)
+            due = step % self.tau_threshold == 0
+            threshold, parts = global_threshold(comm, reduced.values, k, expected, due)
+        else:
+            threshold, parts = jnp.zeros((), x.values.dtype), comm.all_gather(reduced.count)
         # Line 13.
-        values, places, _ = select_above(reduced.values, threshold, reduced.capacity)
+        values, places, part = select_above(reduced.values, threshold, reduced.capacity)
         indices = reduced.indices.at[places].get(mode="fill", fill_value=x.n)
-        gathered = gather_parts(
+        total = gather_parts(
             comm,
             SparseVector(values, indices, x.n),
             parts,
@@ -133,11 +136,10 @@ class OkTopk:
             step=step,
             wire=wire,
         )
-        total, members = gathered.join(min(gathered.values.size, x.n))
         # Line 14.
-        delivered = sent.where(bitmap.contains(members, sent.indices))
+        delivered = sent.where(bitmap.contains(total.union(), sent.indices))
         overflowed = x.count - jnp.sum(sent.count, dtype=jnp.int32)
-        return total, delivered, OkTopkState(starts, threshold[None], slope[None], overflowed[None])
+        return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
 
 def _even_regions(n: int, size: int) -> jax.Array:

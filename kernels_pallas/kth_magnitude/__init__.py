@@ -1,6 +1,8 @@
 """The exact k-th largest magnitude."""
 
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from .. import _check
 from . import xla
@@ -29,14 +31,23 @@ def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
     return xla.kth_magnitude(x, k)
 
 
-def estimate_kth_magnitude(x: jax.Array, k: int) -> jax.Array:
-    """Estimates the k-th largest ``|x|`` from one element in each of 65,536 stretches, without reading the rest.
+def estimate_kth_magnitude(x: jax.Array, k: ArrayLike, *, sample: int = 65536) -> jax.Array:
+    """Estimates the k-th largest ``|x|`` from one element in each of ``sample`` stretches, without reading the rest.
 
-    The number of elements that reach the estimate has relative standard deviation ``sqrt(n / (65536 * k))``. Vectors
-    of up to 262,144 elements are searched whole, so that the result is exact.
+    The number of elements that reach the estimate has relative standard deviation ``sqrt(n / (sample * k))``. Vectors
+    of up to four times as many elements are searched whole, so that the result is exact.
 
-    Args, Returns, Raises: as :func:`kth_magnitude`.
+    Args:
+      x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
+      k: a rank, or int32 ranks of shape ``(m,)``; at least 1.
+      sample: static, at least 1.
+
+    Returns:
+      Magnitudes of the type of ``x`` and the shape of ``k``; 0 where ``k > n``.
+
+    Raises:
+      ValueError: ``x`` is not one vector of float32 or float64, or too long, or ``sample`` is not positive.
     """
     _check.vector(x)
-    _check.positive("k", k)
-    return xla.estimate_kth_magnitude(x, k)
+    _check.positive("sample", sample)
+    return xla.estimate_kth_magnitude(x, jnp.asarray(k, jnp.int32), sample)

@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from .. import bitmap
 from .._varying import varying_as
@@ -32,15 +33,14 @@ def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
     return lax.cond(holds, lambda: search(values, k), lambda: search(x, k))
 
 
-def estimate_kth_magnitude(x: jax.Array, k: int) -> jax.Array:
-    if k >= x.shape[0]:
-        return jnp.zeros((), x.dtype)
-    if x.shape[0] <= 4 * SAMPLE:
-        return search(x, k)
-    return search(sample(x), max(1, round(k / x.shape[0] * SAMPLE)))
+def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int) -> jax.Array:
+    if x.shape[0] > 4 * sample_size:
+        k = jnp.maximum(jnp.round(k * (sample_size / x.shape[0])).astype(jnp.int32), 1)
+        x = sample(x, sample_size)
+    return jnp.vectorize(lambda rank: search(x, rank))(k)
 
 
-def search(x: jax.Array, k: int) -> jax.Array:
+def search(x: jax.Array, k: ArrayLike) -> jax.Array:
     """The k-th largest magnitude, by a counting pass for each bit."""
     bits = jnp.finfo(x.dtype).bits
     integer = jnp.dtype(f"int{bits}")
@@ -71,15 +71,15 @@ def superset(x: jax.Array, k: int, capacity: int) -> tuple[jax.Array, jax.Array,
       largest, or every non-zero one.
     """
     expected = k / x.shape[0] * SAMPLE
-    lower = search(sample(x), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
+    lower = search(sample(x, SAMPLE), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
     values, indices, count = take(x, above(x, lower), capacity)
     return values, indices, (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
 
 
-def sample(x: jax.Array) -> jax.Array:
-    """One element from each of ``SAMPLE`` nearly equal stretches, at places that follow no period."""
-    length, longer = divmod(x.shape[0], SAMPLE)
-    stretch = lax.iota(jnp.uint32, SAMPLE)
+def sample(x: jax.Array, size: int) -> jax.Array:
+    """One element from each of ``size`` nearly equal stretches, at places that follow no period."""
+    length, longer = divmod(x.shape[0], size)
+    stretch = lax.iota(jnp.uint32, size)
     begin = stretch * jnp.uint32(length) + jnp.minimum(stretch, jnp.uint32(longer))
     # Knuth's multiplicative hash (golden ratio), its high bits.
     place = ((stretch * jnp.uint32(2654435769)) >> 8) % jnp.uint32(length)

@@ -1,0 +1,74 @@
+"""What a comparison of training runs looks like: a table and a plot."""
+
+import pathlib
+from typing import Any
+
+import matplotlib
+import numpy as np
+import rich.console
+import rich.table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def table(runs: list[dict[str, Any]]) -> None:
+    """Prints one row for each run."""
+    first = runs[0]
+    n, workers = first["parameters"], first["workers"]
+    dense_bytes = -(-2 * 4 * n * (workers - 1) // workers)
+    out = rich.table.Table(
+        title=f"{n:,} parameters, {workers} workers, {len(first['loss'])} steps, k = {first['k']:,}",
+        caption="bytes and messages: a worker a step. selected: what one worker's elements reached the threshold; "
+        "delivered: how many of them arrived; update: elements it has. Means and standard deviations, over k.",
+    )
+    out.add_column("algorithm")
+    for name in ("test accuracy", "loss", "bytes", "to dense", "messages", "ms a step"):
+        out.add_column(name, justify="right")
+    for name in ("selected / k", "delivered / k", "update / k"):
+        out.add_column(name, justify="right")
+    for run in runs:
+        sent = np.mean(run["bytes"])
+        out.add_row(
+            run["algorithm"],
+            f"{100 * run['accuracy'][-1]:.1f} %",
+            f"{np.mean(run['loss'][-run['steps_per_epoch'] :]):.3f}",
+            f"{sent:,.0f}",
+            f"1 / {dense_bytes / sent:.1f}" if sent else "-",
+            f"{np.mean(run['messages']):.0f}",
+            f"{np.median(run['milliseconds'][1:] or run['milliseconds']):.0f}",
+            *(_spread(run[name], run) for name in ("selected", "delivered", "updated")),
+        )
+    rich.console.Console(width=160).print(out)
+
+
+def _spread(counts: list[Any], run: dict[str, Any]) -> str:
+    if run["algorithm"] == "dense":
+        return "-"
+    share = np.array(counts) / run["k"]
+    return f"{share.mean():.2f} ± {share.std():.2f}"
+
+
+def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws loss by step, test accuracy by step and by bytes sent, and bytes by algorithm."""
+    figure, ((loss, by_step), (by_bytes, sent)) = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for number, run in enumerate(runs):
+        color, every = f"C{number}", run["steps_per_epoch"]
+        steps = np.arange(1, len(run["loss"]) + 1)
+        smooth = np.convolve(run["loss"], np.ones(every) / every, mode="valid")
+        loss.plot(steps, run["loss"], color=color, alpha=0.2)
+        loss.plot(steps[every - 1 :], smooth, color=color, label=run["algorithm"])
+        accuracy = 100 * np.array(run["accuracy"])
+        by_step.plot(steps[every - 1 :: every], accuracy, color=color, marker=".")
+        by_bytes.plot(np.cumsum(run["bytes"])[every - 1 :: every], accuracy, color=color, marker=".")
+        sent.bar(run["algorithm"], np.mean(run["bytes"]), color=color)
+    loss.set(xlabel="step", ylabel="training loss", yscale="log")
+    loss.legend()
+    by_step.set(xlabel="step", ylabel="test accuracy, %")
+    by_bytes.set(xlabel="bytes sent by a worker", ylabel="test accuracy, %", xscale="log")
+    sent.set(ylabel="bytes a worker a step", yscale="log")
+    sent.tick_params(axis="x", rotation=20)
+    for axes in (loss, by_step, by_bytes, sent):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

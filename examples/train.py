@@ -1,0 +1,148 @@
+"""Trains a convolutional net data-parallel, once with each algorithm, and compares.
+
+Run ``python -m examples.train --help`` from the repository's root. The workers are virtual CPU devices of this process.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.progress
+from flax import nnx
+from jax.sharding import Mesh
+
+import jsparse
+from examples import data, report
+
+ALGORITHMS = {
+    "dense": lambda density: jsparse.dense("workers"),
+    "topk_allgather": lambda density: jsparse.topk_allgather("workers", density=density),
+    "oktopk": lambda density: jsparse.oktopk("workers", density=density),
+}
+OPTIMIZERS = {
+    "sgd": lambda rate: optax.sgd(rate or 0.1),
+    "momentum": lambda rate: optax.sgd(rate or 0.05, momentum=0.9),
+    "adam": lambda rate: optax.adam(rate or 1e-3),
+}
+
+
+class ConvNet(nnx.Module):
+    """Two convolutions with pooling and two dense layers."""
+
+    def __init__(self, height: int, width: int, channels: int, rngs: nnx.Rngs):
+        self.conv1 = nnx.Conv(channels, 32, (3, 3), rngs=rngs)
+        self.conv2 = nnx.Conv(32, 64, (3, 3), rngs=rngs)
+        self.dense1 = nnx.Linear(64 * (height // 4) * (width // 4), 128, rngs=rngs)
+        self.dense2 = nnx.Linear(128, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        pool = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
+        x = pool(nnx.relu(self.conv1(x)))
+        x = pool(nnx.relu(self.conv2(x)))
+        x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))
+        return self.dense2(x)
+
+
+def train(name: str, images: data.Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
+    """Trains with one algorithm and returns what happened, as plain numbers."""
+    model = ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(args.seed))
+    graph, params = nnx.split(model, nnx.Param)
+    params = nnx.as_pure(params)
+
+    def loss_fn(params, batch):
+        x, y = batch
+        logits = nnx.merge(graph, params)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    @jax.jit
+    def evaluate(params, x, y):
+        logits = nnx.merge(graph, params)(x)
+        return jnp.mean(jnp.argmax(logits, axis=-1) == y)
+
+    mesh = Mesh(np.array(jax.devices()[: args.workers]), ("workers",))
+    tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](args.learning_rate))
+    step = jsparse.train_step(loss_fn, tx, mesh, "workers")
+    state = step.init(params)
+
+    rng = np.random.default_rng(args.seed)
+    size = args.batch * args.workers
+    steps = len(images.train_y) // size
+    if not steps:
+        raise ValueError(f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers")
+    losses, seconds, seen, accuracy = [], [], [], []
+    task = progress.add_task(name, total=args.epochs * steps)
+    for _ in range(args.epochs):
+        order = rng.permutation(len(images.train_y))[: steps * size].reshape(steps, size)
+        for batch in order:
+            start = time.perf_counter()
+            state, loss = step(state, (images.train_x[batch], images.train_y[batch]))
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - start)
+            seen.append(jax.tree.map(np.asarray, jsparse.stats(state.opt_state)))
+            progress.advance(task)
+        accuracy.append(float(evaluate(state.params, images.test_x, images.test_y)))
+
+    n = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return {
+        "algorithm": name,
+        "parameters": n,
+        "k": max(1, round(args.density * n)),
+        "workers": args.workers,
+        "steps_per_epoch": steps,
+        "loss": losses,
+        "accuracy": accuracy,
+        "milliseconds": [1e3 * second for second in seconds],
+        "bytes": [4 * int(stats.words[0]) for stats in seen],
+        "messages": [int(stats.messages[0]) for stats in seen],
+        "selected": [stats.selected.tolist() for stats in seen],
+        "delivered": [stats.delivered.tolist() for stats in seen],
+        "updated": [int(stats.updated[0]) for stats in seen],
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--algorithm", action="append", choices=ALGORITHMS, help="repeatable; default: each of them, once"
+    )
+    parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
+    parser.add_argument("--data-dir", type=pathlib.Path, help="where MNIST's or CIFAR-10's files are")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--density", type=float, default=0.01, help="elements kept, k / n (default 0.01)")
+    parser.add_argument("--epochs", type=int, help="default: 40 for digits, 3 for the others")
+    parser.add_argument("--batch", type=int, default=16, help="examples a worker a step (default 16)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
+    parser.add_argument("--learning-rate", type=float, help="default: 0.1 for sgd, 0.05 for momentum, 0.001 for adam")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", default="train.png")
+    args = parser.parse_args(argv)
+    args.algorithm = args.algorithm or list(ALGORITHMS)
+    args.epochs = args.epochs or (40 if args.data == "digits" else 3)
+
+    jax.config.update("jax_num_cpu_devices", args.workers)
+    try:
+        images = data.load(args.data, args.data_dir)
+        with rich.progress.Progress(
+            *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
+        ) as progress:
+            runs = [train(name, images, args, progress) for name in args.algorithm]
+    except ValueError as error:
+        parser.error(str(error))
+    report.table(runs)
+    report.plot(runs, args.plot)
+    print(f"plot: {args.plot}")
+    if args.json:
+        args.json.write_text(json.dumps(runs))
+        print(f"figures: {args.json}")
+
+
+if __name__ == "__main__":
+    main()
