@@ -87,7 +87,8 @@ class SparseVector:
         """The same vector as one run, where each run's indices lie wholly above those of the run before."""
         count = self.count
         first = jnp.cumsum(count, dtype=jnp.int32) - count
-        places = jnp.where(self.indices < self.n, first[:, None] + lax.iota(jnp.int32, self.capacity), capacity)
+        places = first[:, None] + lax.iota(jnp.int32, self.capacity)[None]
+        places = jnp.where(self.indices < self.n, places, capacity)
         return self._place(places, capacity)
 
     def join(self, capacity: int) -> "SparseVector":
@@ -109,7 +110,7 @@ class SparseVector:
         ``start`` (modulo its length).
 
         Args:
-          begin: int32, a scalar or one for each stretch: its first place.
+          begin: int32, a scalar, or one for each stretch: its first place.
           length: int32, likewise: its length.
           capacity: length of the new buffers, static.
           limit: int32, at most ``capacity``, which is the default.
@@ -117,11 +118,13 @@ class SparseVector:
         Returns:
           A vector with buffers of shape ``(*begin.shape, capacity)``.
         """
+        if begin.ndim:
+            return jax.vmap(lambda b, l: self.window(b, l, capacity, start, limit))(begin, length)
         limit = capacity if limit is None else limit
         wrapped, gap = bitmap.circle(length, limit, start)
         place = lax.iota(jnp.int32, capacity)
-        taken = place < jnp.minimum(length, limit)[..., None]
-        place = place + begin[..., None] + jnp.where(place < wrapped[..., None], 0, gap[..., None])
+        taken = place < jnp.minimum(length, limit)
+        place = place + begin + jnp.where(place < wrapped, 0, gap)
         return SparseVector(self.values[place], self.indices[place], self.n).where(taken)
 
     def pad(self, capacity: int) -> "SparseVector":

@@ -239,11 +239,17 @@ def _update(
     means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for bucket, total in zip(sums.plan, sums.totals, strict=True):
         if isinstance(total, SparseVector):
+            # One run is divided before it becomes dense, several after they are summed: both round once.
+            one_run = total.values.ndim == 1
+            if one_run:
+                total = SparseVector(total.values / sums.size, total.indices, total.n)
             fill = jnp.where(sums.bad, jnp.nan, 0)
-            blank = [jnp.full(shape, fill, bucket.layout.dtype) for shape in bucket.layout.shapes]
-            mean = SparseVector(total.values / sums.size, total.indices, total.n)
-            parts = bucket.layout.add_sparse(blank, mean)
-            parts = [part.astype(dtype) for part, dtype in zip(parts, bucket.layout.dtypes, strict=True)]
+            parts = [jnp.full(shape, fill, bucket.layout.dtype) for shape in bucket.layout.shapes]
+            parts = bucket.layout.add_sparse(parts, total)
+            parts = [
+                (part if one_run else part / sums.size).astype(dtype)
+                for part, dtype in zip(parts, bucket.layout.dtypes, strict=True)
+            ]
         else:
             parts = bucket.layout.unravel(jnp.where(sums.bad, jnp.nan, total / sums.size))
         for i, part in zip(bucket.ids, parts, strict=True):

@@ -73,8 +73,8 @@ def _balance(
     deficit = jnp.maximum(share - kept, 0)
     surplus_from = jnp.cumsum(surplus, dtype=jnp.int32) - surplus
     deficit_from = jnp.cumsum(deficit, dtype=jnp.int32) - deficit
-    begin = jnp.maximum(surplus_from[:, None], deficit_from)
-    end = jnp.minimum((surplus_from + surplus)[:, None], deficit_from + deficit)
+    begin = jnp.maximum(surplus_from[:, None], deficit_from[None])
+    end = jnp.minimum((surplus_from + surplus)[:, None], (deficit_from + deficit)[None])
     amount = jnp.maximum(end - begin, 0)
     first = share + begin - surplus_from[:, None]
 

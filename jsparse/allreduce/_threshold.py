@@ -82,8 +82,8 @@ def global_threshold(
 
 def _ranks(part: jax.Array) -> jax.Array:
     """The ranks that a worker with so many elements tells: ascending, int32, shape ``(*part.shape, 5)``."""
-    scaled = jnp.ceil(part[..., None] * jnp.array(RANKS, jnp.float32)).astype(jnp.int32)
-    return jnp.maximum(scaled, jnp.arange(1, len(RANKS) + 1))
+    each = [jnp.maximum(jnp.ceil(part * rank).astype(jnp.int32), i) for i, rank in enumerate(RANKS, 1)]
+    return jnp.stack(each, axis=-1)
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:

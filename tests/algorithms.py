@@ -1,0 +1,89 @@
+"""The table: every algorithm here gets every contract test."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jsparse
+import oracles
+
+DENSITY = 0.05
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """One algorithm, in one setting.
+
+    Attributes:
+      name: what pytest calls it.
+      make: makes the transform for an axis (or Comm) and a density.
+      oracle: what a step should do; None where only the invariants say.
+      sizes: the numbers of workers at which it is tested.
+      sparse: whether it selects, so that it has a residual.
+      bound: words that a worker may send in a step: a function of n, k and P; None without such a bound.
+      oracle_args: further arguments of the oracle.
+    """
+
+    name: str
+    make: Callable[..., jsparse.SparseAllReduce]
+    oracle: Callable[..., oracles.Expected] | None = None
+    sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 16)
+    sparse: bool = True
+    bound: Callable[[int, int, int], float] | None = None
+    oracle_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def oktopk_bound(n: int, k: int, size: int) -> float:
+    return 6 * k * (size - 1) / size + 16 * size + 512
+
+
+def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda comm, density: jsparse.oktopk(comm, density=density, **kwargs)
+
+
+def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda comm, density: jsparse.oktopk(comm, density=density, select=make(density))
+
+
+select = jsparse.select
+ROWS = [
+    Row("dense", lambda comm, density: jsparse.dense(comm), oracles.dense, sparse=False),
+    Row("dense-bucketed", lambda comm, density: jsparse.dense(comm, bucket_bytes=1000), oracles.dense, (3, 8), False),
+    Row(
+        "topk_allgather",
+        lambda comm, density: jsparse.topk_allgather(comm, density=density),
+        oracles.topk_allgather,
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+    ),
+    Row("topk_allgather-leaf", lambda comm, density: jsparse.topk_allgather(comm, density=density, scope="leaf"), sizes=(3,)),
+    Row("oktopk", oktopk(), oracles.oktopk, bound=oktopk_bound),
+    Row(
+        "oktopk-often",
+        oktopk(tau_threshold=2, tau_region=3),
+        oracles.oktopk,
+        (3, 8),
+        bound=oktopk_bound,
+        oracle_args={"tau_threshold": 2, "tau_region": 3},
+    ),
+    Row("oktopk-rotate", oktopk(split="rotate"), oracles.oktopk, (3, 8), bound=oktopk_bound),
+    Row("oktopk-paper-balance", oktopk(balance_above=4.0), oracles.oktopk, (8,)),
+    Row("oktopk-reused", oktopk_selecting(select.ReusedThreshold), sizes=(2, 7), bound=oktopk_bound),
+    Row("oktopk-sampled", oktopk_selecting(select.SampledThreshold), sizes=(2, 7), bound=oktopk_bound),
+    Row(
+        "oktopk-fixed",
+        oktopk_selecting(lambda density: select.FixedThreshold(2.0, density)),
+        sizes=(2, 7),
+        bound=oktopk_bound,
+    ),
+    Row("oktopk-leaf", oktopk(scope="leaf", dense_below=10), sizes=(3,)),
+    Row(
+        "general",
+        lambda comm, density: jsparse.sparse_allreduce(
+            comm, select=select.FixedThreshold(1.0, density), allreduce=jsparse.allreduce.TopkAllGather()
+        ),
+        sizes=(4,),
+    ),
+]

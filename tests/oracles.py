@@ -1,0 +1,108 @@
+"""What the algorithms should do, in numpy, from the papers' text: slow, plain, and sharing no code with the library."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Expected(NamedTuple):
+    """The outcome of one step.
+
+    Attributes:
+      total: shape ``(n,)``, the sum of what was delivered.
+      delivered: shape ``(P, n)``, each worker's share of it.
+      exact: whether the outcome is fully determined; otherwise an implementation may deliver a little less.
+    """
+
+    total: np.ndarray
+    delivered: np.ndarray
+    exact: bool = True
+
+
+def top_k(acc: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest magnitudes, ascending; the lowest index wins a tie; zeros never."""
+    order = np.lexsort((np.arange(len(acc)), -np.abs(acc)))[:k]
+    return np.sort(order[acc[order] != 0])
+
+
+def dense(accs: np.ndarray, **_) -> Expected:
+    return Expected(accs.sum(0, dtype=accs.dtype), accs)
+
+
+def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
+    """TopkA: everyone's top-k, added in the order of ranks."""
+    k = max(1, round(density * accs.shape[1]))
+    delivered = np.zeros_like(accs)
+    for worker, acc in enumerate(accs):
+        chosen = top_k(acc, k)
+        delivered[worker, chosen] = acc[chosen]
+    return Expected(_ordered_sum(delivered), delivered)
+
+
+def oktopk(
+    accs: np.ndarray,
+    *,
+    density: float,
+    step: int,
+    starts: np.ndarray,
+    threshold: float,
+    tau_threshold: int = 32,
+    tau_region: int = 64,
+    selected: list[np.ndarray] | None = None,
+) -> Expected:
+    """Algorithm 1 of Ok-Topk with messages of at most ``ceil(k / P)`` elements in the split.
+
+    ``starts`` are the regions' first indices before the step. ``threshold`` is the global threshold of the
+    implementation, used in steps in which the algorithm does not say what it is (lines 9-12: reuse). ``selected``
+    replaces the exact local top-k.
+    """
+    workers, n = accs.shape
+    k = max(1, round(density * n))
+    share = math.ceil(k / workers)
+    local = selected or [top_k(acc, k) for acc in accs]
+
+    if step % tau_region == 0 and k < n:
+        cuts = []
+        for indices in local:
+            each = len(indices) // workers
+            own = [indices[rank * each] for rank in range(workers)] if each else starts
+            cuts.append([0, *own[1:]])
+        starts = np.array([sum(cut[rank] // workers for cut in cuts) for rank in range(workers)])
+    ends = np.append(starts[1:], n)
+
+    sent = np.zeros_like(accs)
+    occurs = np.zeros(n, bool)
+    for worker, indices in enumerate(local):
+        for start, end in zip(starts, ends, strict=True):
+            message = indices[(indices >= start) & (indices < end)]
+            if len(message) > share:
+                first = (step * share) % len(message)
+                message = np.roll(message, -first)[:share]
+            sent[worker, message] = accs[worker, message]
+            occurs[message] = True
+    reduced = _ordered_sum(sent)
+    candidates = np.flatnonzero(occurs & (reduced != 0))
+
+    exact = step % tau_threshold == 0
+    if k >= n:
+        threshold = 0.0
+    elif exact:
+        magnitudes = np.sort(np.abs(reduced[candidates]))[::-1]
+        threshold = magnitudes[k - 1] if len(magnitudes) >= k else 0.0
+    chosen = candidates[np.abs(reduced[candidates]) >= threshold]
+    # More than the gathered parts hold, by ties, can't be delivered in one step.
+    exact = exact and len(chosen) <= share * workers
+
+    delivered = np.zeros_like(accs)
+    delivered[:, chosen] = sent[:, chosen]
+    total = np.zeros(n, accs.dtype)
+    total[chosen] = reduced[chosen]
+    return Expected(total, delivered, exact)
+
+
+def _ordered_sum(rows: np.ndarray) -> np.ndarray:
+    total = np.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    return total

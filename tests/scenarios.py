@@ -1,0 +1,84 @@
+"""Gradients to run into: sequences of vectors of shape ``(P, N)``, integers stored in floats."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from transports import N
+
+Scenario = Callable[[int, np.random.Generator], Iterator[np.ndarray]]
+
+
+def ordinary(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Many magnitudes, a third zero, larger towards the end."""
+    while True:
+        scale = np.linspace(1, 20, N).astype(int)
+        yield rng.integers(-50, 51, (size, N)) * (rng.random((size, N)) < 0.7) * scale
+
+
+def zeros(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    while True:
+        yield np.zeros((size, N))
+
+
+def constant(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """All magnitudes equal: every selection is decided by ties, and every buffer overflows."""
+    while True:
+        yield np.ones((size, N))
+
+
+def few_values(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Ties everywhere, sums that cancel."""
+    while True:
+        yield rng.integers(-2, 3, (size, N))
+
+
+def layered(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """One stretch a thousand times larger than the rest."""
+    while True:
+        gradient = rng.integers(-9, 10, (size, N))
+        gradient[:, 300:340] *= 1000
+        yield gradient
+
+
+def disjoint(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """No two workers have an index in common."""
+    while True:
+        yield rng.integers(1, 99, (size, N)) * (np.arange(N) % size == np.arange(size)[:, None])
+
+
+def alike(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """All workers have the same gradient."""
+    while True:
+        yield np.repeat(rng.integers(-99, 100, (1, N)), size, axis=0)
+
+
+def one_region(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Everything that matters lies in the first region, and moves to the last."""
+    where = 0
+    while True:
+        gradient = rng.integers(-1, 2, (size, N))
+        gradient[:, where : where + 80] = rng.integers(100, 999, (size, 80))
+        yield gradient
+        where = N - 80 - where
+
+
+def uneven(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """The first worker has next to nothing, the last has everything a hundredfold."""
+    while True:
+        gradient = rng.integers(-9, 10, (size, N))
+        gradient[-1] *= 100
+        gradient[0] *= np.arange(N) < 3
+        yield gradient
+
+
+ALL: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (ordinary, zeros, constant, few_values, layered, disjoint, alike, one_region, uneven)
+}
+
+
+def take(name: str, size: int, steps: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    sequence = ALL[name](size, rng)
+    return [next(sequence).astype(np.float32) for _ in range(steps)]

@@ -1,0 +1,170 @@
+"""The invariants, over every algorithm in the table."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import jsparse
+import oracles
+import scenarios
+import transports
+from algorithms import DENSITY, ROWS, Row
+from transports import AXIS, N
+
+STEPS = 6
+CASES = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS for size in row.sizes]
+SPARSE = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS if row.sparse for size in row.sizes]
+
+
+class Step(NamedTuple):
+    """One step of a run: ``acc`` and residuals are ``(P, N)``, 0 where a leaf has no residual."""
+
+    number: int
+    acc: np.ndarray
+    before: jsparse.SparseAllReduceState
+    updates: np.ndarray
+    after: jsparse.SparseAllReduceState
+    residual: np.ndarray
+
+
+def run(row: Row, size: int, gradients, transport: str = "vmap", density: float = DENSITY) -> Iterator[Step]:
+    state, update = transports.workers(row, size, transport, density)
+    for number, gradient in enumerate(gradients):
+        acc = gradient + residual(row, state, size)
+        updates, after = update(transports.tree(gradient), state)
+        yield Step(number, acc, state, transports.flat(updates, size), after, residual(row, after, size))
+        state = after
+
+
+def residual(row: Row, state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
+    offsets = list(itertools.accumulate((math.prod(s) for s in transports.SHAPES.values()), initial=0))
+    full = np.zeros((size, N), np.float32)
+    for bucket, carried in zip(row.make(AXIS, DENSITY).config.plan(transports.zeros()), state.buckets, strict=True):
+        if carried.residual is not None:
+            parts = np.asarray(carried.residual).reshape(size, -1)
+            for leaf, begin in zip(bucket.ids, bucket.layout.offsets, strict=False):
+                width = offsets[leaf + 1] - offsets[leaf]
+                full[:, offsets[leaf] : offsets[leaf + 1]] = parts[:, begin : begin + width]
+    return full
+
+
+def expected(row: Row, step: Step) -> oracles.Expected | None:
+    if row.oracle is None:
+        return None
+    arguments = dict(row.oracle_args)
+    if row.oracle is oracles.oktopk:
+        arguments["starts"] = np.asarray(step.before.buckets[0].reduce.starts)[0]
+        arguments["threshold"] = np.asarray(step.after.buckets[0].reduce.threshold)[0, 0]
+    return row.oracle(step.acc, density=DENSITY, step=step.number, **arguments)
+
+
+def assert_replicas_agree(step: Step) -> None:
+    np.testing.assert_array_equal(step.updates, np.broadcast_to(step.updates[:1], step.updates.shape))
+
+
+@pytest.mark.parametrize("scenario", scenarios.ALL)
+@pytest.mark.parametrize("row, size", CASES)
+def test_nothing_is_lost(row: Row, size: int, scenario: str):
+    """Invariants 1 to 3, exactly, on integers; and what the oracle says."""
+    for step in run(row, size, scenarios.take(scenario, size, STEPS)):
+        assert_replicas_agree(step)
+        total = np.round(step.updates[0].astype(np.float64) * size)
+        np.testing.assert_allclose(step.updates[0], (total / size).astype(np.float32), rtol=3e-7)
+        np.testing.assert_array_equal(step.acc.sum(0, dtype=np.float64), step.residual.sum(0, dtype=np.float64) + total)
+        assert (np.asarray(step.after.step) == step.number + 1).all()
+        if row.bound:
+            assert (np.asarray(step.after.report.words) <= row.bound(N, max(1, round(DENSITY * N)), size)).all()
+
+        want = expected(row, step)
+        if want is not None:
+            arrived = np.full(N, True) if want.exact else total != 0
+            np.testing.assert_array_equal(total[arrived], want.total[arrived])
+            np.testing.assert_array_equal((step.acc - step.residual)[:, arrived], want.delivered[:, arrived])
+
+
+@pytest.mark.parametrize("row, size", CASES)
+def test_nothing_is_lost_to_rounding(row: Row, size: int):
+    rng = np.random.default_rng(1)
+    for step in run(row, size, [rng.standard_t(2, (size, N)).astype(np.float32) for _ in range(STEPS)]):
+        assert_replicas_agree(step)
+        lost = step.acc.sum(0, dtype=np.float64) - step.residual.sum(0, dtype=np.float64) - size * step.updates[0]
+        assert (np.abs(lost) <= 1e-6 * np.abs(step.acc).sum(0)).all()
+
+
+@pytest.mark.parametrize("row, size", SPARSE)
+def test_it_selects(row: Row, size: int):
+    """A sparse algorithm's update has few elements, and its largest are there: it is not dense by mistake."""
+    for step in run(row, size, scenarios.take("ordinary", size, STEPS)):
+        k = max(1, round(DENSITY * N))
+        assert 0 < np.count_nonzero(step.updates[0]) <= k * size + len(transports.SHAPES) * size
+
+
+@pytest.mark.parametrize("row, size", CASES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_gradient_is_seen_by_all_and_changes_nothing(row: Row, size: int, bad: float):
+    """Invariant 4."""
+    gradients = scenarios.take("ordinary", size, 4)
+    spoilt = gradients[2].copy()
+    spoilt[size // 2, 700] = bad
+    steps = list(run(row, size, [*gradients[:2], spoilt, gradients[3]]))
+    updates = steps[2].updates
+    if row.sparse:
+        assert np.isnan(updates).all()
+        jax.tree.map(np.testing.assert_array_equal, steps[2].before.buckets, steps[2].after.buckets)
+        np.testing.assert_array_equal(steps[2].before.step, steps[2].after.step)
+    else:
+        assert not np.isfinite(updates[:, 700]).any()
+    clean = list(run(row, size, [*gradients[:2], gradients[3]]))
+    np.testing.assert_array_equal(steps[3].updates, clean[2].updates)
+
+
+TRANSPORTS = [("shard_map", 2), ("shard_map", 3), ("shard_map", 8), ("shard_map unchecked", 3), ("pmap", 3)]
+
+
+@pytest.mark.parametrize("transport, size", TRANSPORTS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_transports_give_the_same_bits(row: Row, transport: str, size: int):
+    if size not in row.sizes:
+        return
+    gradients = scenarios.take("ordinary", size, STEPS)
+    for ours, theirs in zip(run(row, size, gradients), run(row, size, gradients, transport), strict=True):
+        np.testing.assert_array_equal(ours.updates, theirs.updates)
+        jax.tree.map(np.testing.assert_array_equal, ours.after, theirs.after)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("row", [row for row in ROWS if len(row.sizes) > 2], ids=str)
+def test_density_1_is_dense(row: Row, size: int):
+    """Invariant 6."""
+    for scenario in ("ordinary", "one_region", "zeros"):
+        for step in run(row, size, scenarios.take(scenario, size, 3), density=1.0):
+            np.testing.assert_allclose(step.updates[0], step.acc.sum(0) / size, rtol=3e-7)
+
+
+@pytest.mark.parametrize("row, size", SPARSE)
+def test_every_element_gets_its_turn(row: Row, size: int):
+    """Give-back is not biased: with everything wanting to go at once, each element goes in time."""
+    arrived = np.zeros(N, bool)
+    k = max(1, round(DENSITY * N))
+    for step in run(row, size, [np.ones((size, N), np.float32)] * (4 * N // k)):
+        arrived |= step.updates[0] != 0
+    assert arrived.all(), f"never arrived: {np.flatnonzero(~arrived)}"
+
+
+@pytest.mark.parametrize("row, size", CASES)
+def test_traffic_bounds_what_is_sent(row: Row, size: int):
+    """Invariant 3: what a step says it sent is between the cheapest and the dearest branches of the traced program."""
+    state, _ = transports.workers(row, size)
+    tx = row.make(AXIS, DENSITY)
+    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    traffic = jsparse.traffic(tx.update, transports.zeros(), local, axis_sizes={AXIS: size})
+    if row.bound:
+        assert traffic.bytes / 4 <= row.bound(N, max(1, round(DENSITY * N)), size)
+    for step in run(row, size, scenarios.take("uneven", size, 3)):
+        assert (4 * np.asarray(step.after.report.words) <= traffic.bytes + 64).all()
+        assert (np.asarray(step.after.report.messages) <= traffic.messages).all()

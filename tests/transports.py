@@ -1,0 +1,89 @@
+"""Ways to run workers: each gives the same function of stacked gradients and states."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import jsparse
+from algorithms import DENSITY, Row
+
+AXIS = "workers"
+SHAPES = {"b": (7,), "empty": (0, 4), "scalar": (), "v": (395,), "w": (20, 30)}
+N = 1003
+
+
+def mesh(size: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:size]), (AXIS,))
+
+
+def zeros() -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def tree(flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Splits vectors of shape ``(P, N)`` into gradients, the leaves' first axis being the workers'."""
+    leaves, begin = {}, 0
+    for name, shape in SHAPES.items():
+        size = int(np.prod(shape))
+        leaves[name] = flat[:, begin : begin + size].reshape(len(flat), *shape)
+        begin += size
+    return leaves
+
+
+def flat(leaves: dict[str, Any], size: int) -> np.ndarray:
+    return np.concatenate([np.asarray(leaves[name]).reshape(size, -1) for name in SHAPES], axis=1)
+
+
+@functools.cache
+def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSITY) -> tuple[Any, Callable[..., Any]]:
+    """One executable for each of these: ``(initial state, update)``.
+
+    ``update(gradients, state)`` takes and returns pytrees whose leaves have a leading axis for the workers; updates
+    too, so that one can see whether they agree.
+    """
+    tx = row.make(AXIS, density)
+    if transport == "vmap":
+        init = jax.vmap(lambda _: tx.init(zeros()), axis_name=AXIS)
+        update = jax.vmap(tx.update, axis_name=AXIS)
+    elif transport == "pmap":
+        init = jax.pmap(lambda _: tx.init(zeros()), axis_name=AXIS)
+        return init(np.arange(size)), jax.pmap(tx.update, axis_name=AXIS)
+    else:
+        along, check = PartitionSpec(AXIS), transport == "shard_map"
+
+        def unstack(leaves):
+            return jax.tree.map(lambda x: x[0], leaves)
+
+        def stack(leaves):
+            return jax.tree.map(lambda x: x[None], leaves)
+
+        def local_init(_):
+            return stack(tx.init(zeros()))
+
+        def local_update(grads, state):
+            updates, state = tx.update(unstack(grads), unstack(state))
+            return updates, stack(state)
+
+        init = jax.shard_map(local_init, mesh=mesh(size), in_specs=along, out_specs=along, check_vma=check)
+        # Replicated out_specs: with check_vma=True they are accepted only if the types say that all workers agree.
+        shared = jax.shard_map(
+            local_update,
+            mesh=mesh(size),
+            in_specs=(along, along),
+            out_specs=(PartitionSpec(), along),
+            check_vma=check,
+        )
+
+        def update(grads, state):
+            updates, state = shared(grads, state)
+            return jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (size, *x.shape)), updates), state
+
+    return jax.jit(init)(np.arange(size)), jax.jit(update)
+
+
+def residuals(state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
+    return np.asarray(jsparse.residual(state)).reshape(size, -1)
