@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
-def vector(x: jax.Array) -> None:
+def vector(x: ArrayLike) -> jax.Array:
+    x = jnp.asarray(x)
     if x.ndim != 1 or x.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(
             f"x has shape {x.shape} and type {x.dtype}; selection takes one vector of float32 or float64: "
@@ -12,6 +14,7 @@ def vector(x: jax.Array) -> None:
         )
     if x.shape[0] >= 2**31:
         raise ValueError(f"x has {x.shape[0]} elements; indices are int32, so split it into parts below 2**31")
+    return x
 
 
 def positive(name: str, value: int) -> None:

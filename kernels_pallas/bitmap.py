@@ -104,7 +104,7 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
 def take_first(words: jax.Array, quota: ArrayLike) -> jax.Array:
     """The bitmap of the ``quota`` smallest members."""
     left = jnp.clip(quota - starts(words), 0, WORD)
-    below = (jnp.uint32(1) << _nth_bit(words, left)) - 1
+    below = (jnp.uint32(1) << _nth_bit(words, left).astype(jnp.uint32)) - 1
     return jnp.where(left >= lax.population_count(words).astype(jnp.int32), words, words & below)
 
 

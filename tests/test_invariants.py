@@ -1,5 +1,6 @@
 """The invariants, over every algorithm in the table."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -98,10 +99,13 @@ def test_nothing_is_lost_to_rounding(row: Row, size: int):
 
 @pytest.mark.parametrize("row, size", SPARSE)
 def test_it_selects(row: Row, size: int):
-    """A sparse algorithm's update has few elements, and its largest are there: it is not dense by mistake."""
+    """It is not dense by mistake, nor does it say that it sent what it did not."""
+    most = size * sum(max(1, round(DENSITY * n)) if n >= 10 else n for n in transports.bucket_lengths(row))
     for step in run(row, size, scenarios.take("ordinary", size, STEPS)):
-        k = max(1, round(DENSITY * N))
-        assert 0 < np.count_nonzero(step.updates[0]) <= k * size + len(transports.SHAPES) * size
+        report = step.after.report
+        assert 0 < np.count_nonzero(step.updates[0]) <= most
+        assert (np.asarray(report.updated) <= most).all()
+        assert (np.asarray(report.delivered)[:, 0] >= np.count_nonzero(step.acc != step.residual, axis=1)).all()
 
 
 @pytest.mark.parametrize("row, size", CASES)
@@ -134,7 +138,8 @@ def test_transports_give_the_same_bits(row: Row, transport: str, size: int):
     gradients = scenarios.take("ordinary", size, STEPS)
     for ours, theirs in zip(run(row, size, gradients), run(row, size, gradients, transport), strict=True):
         np.testing.assert_array_equal(ours.updates, theirs.updates)
-        jax.tree.map(np.testing.assert_array_equal, ours.after, theirs.after)
+        np.testing.assert_array_equal(ours.residual, theirs.residual)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours.after, theirs.after)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -148,12 +153,17 @@ def test_density_1_is_dense(row: Row, size: int):
 
 @pytest.mark.parametrize("row, size", SPARSE)
 def test_every_element_gets_its_turn(row: Row, size: int):
-    """Give-back is not biased: with everything wanting to go at once, each element goes in time."""
+    """Give-back is not biased: with everything wanting to go at once, each element goes in time.
+
+    Where all workers want the same, it goes to one region at a time, which takes k / P of it in a step.
+    """
     arrived = np.zeros(N, bool)
     k = max(1, round(DENSITY * N))
-    for step in run(row, size, [np.ones((size, N), np.float32)] * (4 * N // k)):
+    for step in run(row, size, [np.ones((size, N), np.float32)] * (8 * (size + 1) * N // k)):
         arrived |= step.updates[0] != 0
-    assert arrived.all(), f"never arrived: {np.flatnonzero(~arrived)}"
+        if arrived.all():
+            return
+    pytest.fail(f"never arrived: {np.flatnonzero(~arrived)}")
 
 
 @pytest.mark.parametrize("row, size", CASES)
@@ -166,5 +176,6 @@ def test_traffic_bounds_what_is_sent(row: Row, size: int):
     if row.bound:
         assert traffic.bytes / 4 <= row.bound(N, max(1, round(DENSITY * N)), size)
     for step in run(row, size, scenarios.take("uneven", size, 3)):
-        assert (4 * np.asarray(step.after.report.words) <= traffic.bytes + 64).all()
+        # Each message's words are rounded up.
+        assert (4 * np.asarray(step.after.report.words) <= traffic.bytes + 3 * traffic.messages).all()
         assert (np.asarray(step.after.report.messages) <= traffic.messages).all()

@@ -38,6 +38,10 @@ def flat(leaves: dict[str, Any], size: int) -> np.ndarray:
     return np.concatenate([np.asarray(leaves[name]).reshape(size, -1) for name in SHAPES], axis=1)
 
 
+def bucket_lengths(row: Row) -> list[int]:
+    return [bucket.layout.n for bucket in row.make(AXIS, DENSITY).config.plan(zeros())]
+
+
 @functools.cache
 def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSITY) -> tuple[Any, Callable[..., Any]]:
     """One executable for each of these: ``(initial state, update)``.
@@ -85,5 +89,3 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
     return jax.jit(init)(np.arange(size)), jax.jit(update)
 
 
-def residuals(state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
-    return np.asarray(jsparse.residual(state)).reshape(size, -1)

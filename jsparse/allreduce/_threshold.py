@@ -1,5 +1,7 @@
 """A threshold that selects k elements of a vector spread over the workers."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,14 +10,12 @@ from kernels_pallas import count_above, estimate_kth_magnitude
 
 from .._comm import Comm
 
-# The ranks whose magnitudes each worker tells, in units of how many elements it had above the last threshold.
-RANKS = (0.5, 0.8, 1.0, 1.25, 2.0)
-# Elements that a worker looks at to estimate them.
+# Elements that a worker looks at to estimate the magnitudes of ranks.
 SAMPLE = 16384
-# The share by which a part may be longer than estimated.
-MARGIN = 1 / 32
-# Search exactly when workers with more than this share of k are beyond the ranks they told.
-UNCERTAIN = 0.1
+# In the bits of a float32, read as an integer: a factor of two.
+OCTAVE = 2**23
+# Search exactly when workers with more than this part of k are beyond the ranks they told.
+UNCERTAIN = 10
 
 
 def global_threshold(
@@ -29,6 +29,9 @@ def global_threshold(
     threshold, so that counts above a grid of thresholds would say little. When it is due, or the threshold falls
     outside what the workers told, it is searched for exactly.
 
+    All of it is integer arithmetic (a magnitude's bits order as it does): what the workers decide from the same
+    messages is the same, whatever machines they are.
+
     Args:
       comm: the workers.
       values: this worker's elements, shape ``(capacity,)``, padded with 0.
@@ -41,36 +44,34 @@ def global_threshold(
       has above the threshold, or a little more than it.
     """
     told = estimate_kth_magnitude(values, _ranks(part), sample=SAMPLE).astype(jnp.float32)
-    message = jnp.append(lax.bitcast_convert_type(told, jnp.int32), part)
-    everyone = comm.all_gather(message)
-    ranks = _ranks(everyone[:, -1]).astype(jnp.float32)
-    magnitudes = lax.bitcast_convert_type(everyone[:, :-1], jnp.float32)
+    everyone = comm.all_gather(jnp.append(lax.bitcast_convert_type(told, jnp.int32), part))
+    magnitudes, ranks = everyone[:, :-1], _ranks(everyone[:, -1])
 
-    def counts(threshold):
-        """Each worker's count above a threshold, by its piecewise linear curve."""
-        inside = jax.vmap(lambda m, r: jnp.interp(threshold, m[::-1], r[::-1]))(magnitudes, ranks)
-        beyond = ranks[:, 0] * jnp.maximum(2 - threshold / jnp.maximum(magnitudes[:, 0], 1e-37), 0)
-        return jnp.where(threshold > magnitudes[:, 0], beyond, inside)
-
-    # The sum of the curves is piecewise linear between all that was told; k lies between two neighbours of it.
-    corners = magnitudes.reshape(-1)
-    totals = jax.vmap(lambda corner: jnp.sum(counts(corner)))(corners)
-    enough = totals >= k
-    low, high = jnp.max(jnp.where(enough, corners, -1)), jnp.min(jnp.where(enough, jnp.inf, corners))
-    more, fewer = jnp.min(jnp.where(enough, totals, jnp.inf)), jnp.max(jnp.where(enough, 0, totals))
-    between = low + (high - low) * (more - k) / jnp.maximum(more - fewer, 1e-6)
-    beyond = jnp.where(between < magnitudes[:, -1], ranks[:, -1], 0)
-    beyond += jnp.where(between > magnitudes[:, 0], ranks[:, 0] / 2, 0)
-    known = (low > 0) & jnp.isfinite(high) & (jnp.sum(beyond) <= UNCERTAIN * k)
-
+    # Counts are added up in units of 2**shift, so that no sum overflows.
+    shift = max(0, (2 * k).bit_length() - 22, (2 * k * comm.size).bit_length() - 30)
+    units, wanted = ranks >> shift, k >> shift
     # Where the magnitude of a rank is 0, fewer elements than that are left: if that makes k of all, take all.
-    most = jnp.min(jnp.where(magnitudes > 0, jnp.inf, ranks), axis=1)
-    everything = jnp.sum(most) <= k
+    most = jnp.min(jnp.where(magnitudes > 0, min(2 * k, 2**31 - 2**12), ranks), axis=1)
+    everything = jnp.sum((most + (1 << shift) - 1) >> shift) <= wanted
+
+    corners = [magnitudes[:, 0]]
+    for column in range(1, magnitudes.shape[1]):
+        corners.append(jnp.where(magnitudes[:, column] > 0, magnitudes[:, column], corners[-1] - OCTAVE))
+
+    def refine(i, found):
+        candidate = found | (jnp.int32(1) << 30 - i)
+        return jnp.where(jnp.sum(_counts(candidate, corners, units)) >= wanted, candidate, found)
+
+    between = lax.fori_loop(0, 31, refine, jnp.int32(0))
+    unknown = jnp.where(between < corners[-1], units[:, -1], 0)
+    unknown += jnp.where(between > corners[0], units[:, 0] // 2, 0)
+    known = (between > 0) & (jnp.sum(unknown) <= wanted // UNCERTAIN)
 
     def estimate():
-        threshold = jnp.where(everything, 0, between)
-        parts = jnp.where(everything, most, counts(threshold) * (1 + MARGIN) + 2)
-        return threshold.astype(values.dtype), parts.astype(jnp.int32)
+        threshold = lax.bitcast_convert_type(jnp.where(everything, 0, between), jnp.float32)
+        counts = (_counts(between, corners, units) + 1) << shift
+        # A little more than was interpolated, so that the messages chosen by it are long enough.
+        return threshold.astype(values.dtype), jnp.where(everything, most, counts + (counts >> 5) + 1)
 
     def search():
         found = _search(comm, values, k)
@@ -82,8 +83,26 @@ def global_threshold(
 
 def _ranks(part: jax.Array) -> jax.Array:
     """The ranks that a worker with so many elements tells: ascending, int32, shape ``(*part.shape, 5)``."""
-    each = [jnp.maximum(jnp.ceil(part * rank).astype(jnp.int32), i) for i, rank in enumerate(RANKS, 1)]
-    return jnp.stack(each, axis=-1)
+    part = jnp.minimum(part, 2**30 - 1)
+    each = (part // 2, part - part // 4, part, part + part // 4, 2 * part)
+    return jnp.stack([jnp.maximum(rank, i) for i, rank in enumerate(each, 1)], axis=-1)
+
+
+def _counts(threshold: jax.Array, corners: list[jax.Array], ranks: jax.Array) -> jax.Array:
+    """Each worker's count above a threshold (in bits) by its curve, which is linear between what it told.
+
+    Above the first corner it falls to nothing within an octave; below the last it stays.
+    """
+
+    def part(amount: jax.Array, above: jax.Array, width: jax.Array) -> jax.Array:
+        fine = jnp.where(width >= 2**22, 9, 0)
+        fraction = (jnp.clip(above, 0, width) >> fine) * 256 // jnp.maximum(width >> fine, 1)
+        return amount * fraction >> 8
+
+    counts = ranks[:, 0] - part(ranks[:, 0], threshold - corners[0], jnp.full_like(corners[0], OCTAVE))
+    for i, (upper, lower) in enumerate(itertools.pairwise(corners)):
+        counts += part(ranks[:, i + 1] - ranks[:, i], upper - threshold, upper - lower)
+    return counts
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:

@@ -26,7 +26,7 @@ def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
     >>> kth_magnitude(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
     Array(3., dtype=float32)
     """
-    _check.vector(x)
+    x = _check.vector(x)
     _check.positive("k", k)
     return xla.kth_magnitude(x, k)
 
@@ -48,6 +48,6 @@ def estimate_kth_magnitude(x: jax.Array, k: ArrayLike, *, sample: int = 65536) -
     Raises:
       ValueError: ``x`` is not one vector of float32 or float64, or too long, or ``sample`` is not positive.
     """
-    _check.vector(x)
+    x = _check.vector(x)
     _check.positive("sample", sample)
     return xla.estimate_kth_magnitude(x, jnp.asarray(k, jnp.int32), sample)

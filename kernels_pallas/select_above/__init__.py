@@ -34,12 +34,12 @@ def select_above(
     >>> values, indices, int(count)
     (Array([ 3., -1., -4.,  0.], dtype=float32), Array([0, 1, 3, 4], dtype=int32), 3)
     """
-    _check.vector(x)
+    x = _check.vector(x)
     _check.positive("capacity", capacity)
     return xla.select_above(x, threshold, capacity, start)
 
 
 def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
     """The number of elements that :func:`select_above` would find, without writing them down: int32 scalar."""
-    _check.vector(x)
+    x = _check.vector(x)
     return xla.count_above(x, threshold)

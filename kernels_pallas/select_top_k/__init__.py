@@ -27,6 +27,6 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]
     >>> values, indices, int(count)
     (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32), 2)
     """
-    _check.vector(x)
+    x = _check.vector(x)
     _check.positive("k", k)
     return xla.select_top_k(x, k)

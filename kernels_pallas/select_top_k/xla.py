@@ -1,7 +1,6 @@
 """Exact top-k in plain JAX: the k-th magnitude of a superset, then the part of the superset that reaches it."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from .. import bitmap
@@ -26,6 +25,7 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]
 
 def _search_and_take(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     threshold = search(x, k)
-    larger = above(x, jnp.nextafter(threshold, jnp.inf))
-    equal = above(x, threshold) & ~larger
+    reached = above(x, threshold)
+    equal = reached & bitmap.pack((x == threshold) | (x == -threshold))
+    larger = reached & ~equal
     return take(x, larger | bitmap.take_first(equal, k - bitmap.count(larger)), k)

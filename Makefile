@@ -1,0 +1,37 @@
+# make demo: train and compare. make test: the whole suite. Both install what they need into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/examples.stamp
+	$(BIN)/python -m examples.train $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/lint.stamp $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+# One extra of pyproject.toml each.
+$(VENV)/%.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+clean:
+	rm -rf $(VENV) docs/_build build dist

@@ -1,0 +1,23 @@
+"""The command line: ``jsparse bench select``."""
+
+import argparse
+from collections.abc import Sequence
+
+from . import bench_select
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command.
+
+    Args:
+      argv: its arguments; those of the process by default.
+    """
+    parser = argparse.ArgumentParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
+    bench_select.add_parser(bench)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except ValueError as error:
+        parser.error(str(error))

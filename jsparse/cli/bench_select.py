@@ -1,0 +1,222 @@
+"""``jsparse bench select``: how long selection takes, beside what JAX offers."""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+from jax import lax
+
+import kernels_pallas
+
+from .. import select
+from .._density import check_density, elements_kept
+
+DISTRIBUTIONS = ("gaussian", "heavy", "layered", "periodic", "ties")
+
+
+class Form(NamedTuple):
+    """One way to select.
+
+    Attributes:
+      name: as it is called.
+      task: what it does, so that like is compared with like.
+      run: a jitted function of the vector and a threshold that returns ``(indices, count)`` or a threshold.
+    """
+
+    name: str
+    task: str
+    run: Callable[[jax.Array, jax.Array], Any]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "select",
+        help="time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero",
+        description=__doc__,
+    )
+    parser.add_argument("--size", type=int, default=14_728_266, help="n, elements (default: VGG-16's parameters)")
+    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="gaussian")
+    parser.add_argument("--repeats", type=int, default=9, help="runs of each form, one after the other in turn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the times there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_density(args.density)
+    if args.size < 1 or args.repeats < 1:
+        raise ValueError("--size and --repeats are at least 1")
+    x = jnp.asarray(draw(args.distribution, args.size, args.seed))
+    k = elements_kept(args.density, args.size)
+    results = measure(x, k, args.density, args.repeats)
+    figures = {
+        "size": args.size,
+        "k": k,
+        "distribution": args.distribution,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "forms": results,
+    }
+    if args.json == "-":
+        print(json.dumps(figures, indent=2))
+    else:
+        show(figures)
+    if args.json and args.json != "-":
+        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
+    if args.plot:
+        draw_times(figures, args.plot)
+
+
+def draw(distribution: str, n: int, seed: int) -> np.ndarray:
+    """A vector of float32 to select from."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n, np.float32)
+    match distribution:
+        case "heavy":
+            return x / np.sqrt(rng.standard_gamma(1.0, n, np.float32) + np.float32(1e-6))
+        case "layered":
+            scale = np.exp(rng.normal(0, 2, 64)).astype(np.float32)
+            return x * np.repeat(scale, -(-n // 64))[:n]
+        case "periodic":
+            return x * (np.arange(n) % 256 < 3) + np.float32(1e-3) * x
+        case "ties":
+            return np.round(8 * x).astype(np.float32)
+    return x
+
+
+def forms(n: int, k: int, density: float) -> list[Form]:
+    """What is compared."""
+
+    def jax_top_k(top_k):
+        def run(x, threshold):
+            return top_k(jnp.abs(x), k)[1], jnp.int32(k)
+
+        return run
+
+    def nonzero(x, threshold):
+        mask = jnp.abs(x) >= threshold
+        return jnp.nonzero(mask, size=k, fill_value=n)[0], kernels_pallas.count_above(x, threshold)
+
+    def selector(select):
+        def run(x, threshold):
+            # As in the middle of a run: with the threshold of the step before.
+            state = select.init(n, x.dtype)._replace(threshold=threshold[None])
+            chosen, state = select(x, state, jnp.int32(1))
+            return chosen.indices, state.selected[0]
+
+        return run
+
+    above, top, threshold = "above a known threshold", "k largest", "k-th magnitude"
+    return [
+        Form("lax.top_k", top, jax_top_k(lax.top_k)),
+        Form("lax.approx_max_k", top, jax_top_k(lax.approx_max_k)),
+        Form("select.TopK", top, selector(select.TopK(density))),
+        Form("select.SampledThreshold", "about k largest", selector(select.SampledThreshold(density))),
+        Form("select.ReusedThreshold", "about k largest", selector(select.ReusedThreshold(density))),
+        Form("kth_magnitude", threshold, lambda x, _: kernels_pallas.kth_magnitude(x, k)),
+        Form("jnp.nonzero(size=k)", above, nonzero),
+        Form("select_above", above, lambda x, threshold: kernels_pallas.select_above(x, threshold, k)[1:]),
+        Form("count_above", "count", lambda x, threshold: kernels_pallas.count_above(x, threshold)),
+    ]
+
+
+def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str, Any]]:
+    """Times every form in turn, ``repeats`` times, and compares what each chose with the exact top-k."""
+    n = x.shape[0]
+    threshold = jax.jit(functools.partial(kernels_pallas.kth_magnitude, k=k))(x)
+    exact = np.zeros(n + 1, bool)
+    exact[np.argpartition(np.abs(np.asarray(x)), n - k)[n - k :]] = True
+    compared = forms(n, k, density)
+    compiled = [jax.jit(form.run).lower(x, threshold).compile() for form in compared]
+    outcomes = [jax.block_until_ready(fn(x, threshold)) for fn in compiled]
+
+    times: list[list[float]] = [[] for _ in compared]
+    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
+    with rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("timing", total=repeats * len(compared))
+        for _ in range(repeats):
+            for fn, taken in zip(compiled, times, strict=True):
+                start = time.perf_counter()
+                jax.block_until_ready(fn(x, threshold))
+                taken.append(1e3 * (time.perf_counter() - start))
+                progress.advance(task)
+
+    results = []
+    slowest = statistics.median(times[0])
+    for form, fn, taken, outcome in zip(compared, compiled, times, outcomes, strict=True):
+        memory = fn.memory_analysis()
+        result = {
+            "name": form.name,
+            "task": form.task,
+            "median_ms": statistics.median(taken),
+            "min_ms": min(taken),
+            "max_ms": max(taken),
+            "times_faster_than_top_k": slowest / statistics.median(taken),
+            "temporary_memory_over_input": memory.temp_size_in_bytes / x.nbytes if memory else None,
+        }
+        if isinstance(outcome, (tuple, list)):
+            chosen = np.asarray(outcome[0])
+            result["selected_over_k"] = int(outcome[1]) / k
+            result["of_the_exact_top_k"] = float(exact[chosen[chosen < n]].sum() / k)
+        results.append(result)
+    return results
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = rich.table.Table(
+        title=f"n = {figures['size']:,}, k = {figures['k']:,}, {figures['distribution']}; {figures['device']}, "
+        f"jax {figures['jax']}",
+        caption="memory: temporary, over the vector's own. in top-k: what part of the k largest it found.",
+    )
+    table.add_column("form")
+    table.add_column("what")
+    for name in ("median ms", "min to max", "times faster\nthan top_k", "selected / k", "in top-k", "memory"):
+        table.add_column(name, justify="right")
+    for form in figures["forms"]:
+        memory, selected, found = (
+            form.get(key) for key in ("temporary_memory_over_input", "selected_over_k", "of_the_exact_top_k")
+        )
+        table.add_row(
+            form["name"],
+            form["task"],
+            f"{form['median_ms']:.2f}",
+            f"{form['min_ms']:.2f} to {form['max_ms']:.2f}",
+            f"{form['times_faster_than_top_k']:.1f}",
+            "" if selected is None else f"{selected:.3f}",
+            "" if found is None else f"{found:.3f}",
+            "" if memory is None else f"{memory:.2f}",
+        )
+    rich.console.Console().print(table)
+
+
+def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws one bar for each form."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ordered = sorted(figures["forms"], key=lambda form: form["median_ms"])
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    bars = axes.barh([form["name"] for form in ordered], [form["median_ms"] for form in ordered])
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.set(xscale="log", xlabel="median ms", title=f"n = {figures['size']:,}, k = {figures['k']:,}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,209 @@
+"""Selection against numpy, on inputs that are easy to get wrong."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import kernels_pallas
+import oracles
+from jsparse.cli import bench_select
+from kernels_pallas import bitmap
+
+LONG = 300_000  # Above this a sample decides where to look.
+
+
+def ramp(n: int) -> np.ndarray:
+    return np.arange(n, dtype=np.float32)
+
+
+INPUTS = {
+    "gaussian": lambda n: bench_select.draw("gaussian", n, 0),
+    "heavy": lambda n: bench_select.draw("heavy", n, 0),
+    "layered": lambda n: bench_select.draw("layered", n, 0),
+    "periodic": lambda n: bench_select.draw("periodic", n, 0),
+    "ties": lambda n: bench_select.draw("ties", n, 0),
+    "zeros": np.zeros,
+    "negative zeros": lambda n: -np.zeros(n),
+    "constant": np.ones,
+    "one element": lambda n: np.eye(1, n, n // 3)[0] * -5,
+    "few elements": lambda n: np.where(np.arange(n) % 1009 == 0, 3.0, 0.0),
+    "ramp": ramp,
+    "ramp down": lambda n: -ramp(n)[::-1],
+    "one layer": lambda n: np.where(np.arange(n) // 4096 == 17, 1e6, 1.0) * bench_select.draw("gaussian", n, 1),
+    "extremes": lambda n: np.where(np.arange(n) % 7 == 0, 3.4e38, 1.2e-38) * np.where(np.arange(n) % 2, 1, -1),
+}
+
+
+def make(name: str, n: int) -> np.ndarray:
+    return INPUTS[name](n).astype(np.float32)
+
+
+def top_k(x: np.ndarray, k: int) -> np.ndarray:
+    return oracles.top_k(np.nan_to_num(x, nan=0, posinf=np.inf, neginf=-np.inf), k)
+
+
+def assert_run(x: np.ndarray, got, expected: np.ndarray) -> None:
+    values, indices, count = got
+    m = len(expected)
+    np.testing.assert_array_equal(indices[:m], expected)
+    np.testing.assert_array_equal(values[:m], x[expected])
+    assert (np.asarray(indices[m:]) == len(x)).all()
+    assert (np.asarray(values[m:]) == 0).all()
+    assert count == m
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def jitted_top_k(x, k):
+    return kernels_pallas.select_top_k(x, k), kernels_pallas.kth_magnitude(x, k)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)])
+def test_top_k_is_exact(name: str, n: int, k: int):
+    x = make(name, n)
+    expected = top_k(x, k)
+    found, threshold = jitted_top_k(x, k)
+    assert_run(x, found, expected)
+    want = np.sort(np.abs(x))[-k] if k < n else 0
+    assert threshold == (want if want >= np.finfo(np.float32).tiny else 0)
+
+
+@pytest.mark.parametrize("n", [100, LONG])
+def test_nan_is_never_selected(n: int):
+    x = make("gaussian", n)
+    x[::3] = np.nan
+    x[1] = np.inf
+    found, _ = jitted_top_k(x, n // 100)
+    assert_run(x, found, top_k(x, n // 100))
+    everything, _ = jitted_top_k(x, n)
+    assert_run(x, everything, np.flatnonzero(~np.isnan(x)))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def jitted_above(x, threshold, capacity):
+    return kernels_pallas.select_above(x, threshold, capacity), kernels_pallas.count_above(x, threshold)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("n", [1, 33, 2049, 70_000])
+def test_select_above(name: str, n: int):
+    x = make(name, n)
+    for threshold in (0.0, 1.0, float(np.median(np.abs(x)))):
+        expected = np.flatnonzero((np.abs(x) >= threshold) & (x != 0))
+        found, count = jitted_above(x, threshold, n + 3)
+        assert_run(x, found, expected)
+        assert count == len(expected)
+
+
+def test_what_overflows_is_taken_in_turn():
+    x = jnp.where(jnp.arange(100) % 3 == 0, 1.0, 0.0)  # 34 qualify
+    members = np.flatnonzero(x)
+    select = jax.jit(functools.partial(kernels_pallas.select_above, threshold=1.0, capacity=10))
+    for start in range(0, 80, 10):
+        values, indices, count = select(x, start=start)
+        expected = np.sort(np.roll(members, -(start % 34))[:10])
+        np.testing.assert_array_equal(indices, expected)
+        assert (values == 1).all()
+        assert count == 34
+
+
+@pytest.mark.parametrize("name", ["gaussian", "heavy", "layered", "periodic", "ramp"])
+def test_the_estimate_is_close(name: str):
+    x = make(name, 1_000_000)
+    for k in (10_000, 1_000):
+        threshold = float(kernels_pallas.estimate_kth_magnitude(x, k))
+        # Five standard deviations of a sample of 65,536.
+        assert abs(np.count_nonzero(np.abs(x) >= threshold) / k - 1) < 5 * (k * 65536 / 1e6) ** -0.5
+
+
+def test_the_estimate_of_a_short_vector_is_exact():
+    x = make("gaussian", 1000)
+    expected = np.sort(np.abs(x))[::-1]
+    got = kernels_pallas.estimate_kth_magnitude(x, jnp.array([1, 10, 1000, 1001]))
+    np.testing.assert_array_equal(got, [expected[0], expected[9], expected[999], 0])
+
+
+@pytest.mark.parametrize("n", [100, LONG])
+def test_float64(n: int):
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).standard_normal(n)
+        # Differs from its neighbours beyond what a float32 holds.
+        x[: n // 2] = 1 + np.arange(n // 2) * 1e-14
+        found, threshold = jitted_top_k(jnp.asarray(x), n // 50)
+        assert found[0].dtype == threshold.dtype == jnp.float64
+        assert_run(x, found, top_k(x, n // 50))
+
+
+floats = st.floats(width=32, allow_nan=False, allow_subnormal=False)
+vectors = hnp.arrays(np.float32, st.integers(1, 130), elements=floats | st.sampled_from([0.0, 1.0, -1.0]))
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(vectors, st.sampled_from([1, 2, 7, 40, 130]))
+def test_top_k_of_anything(x: np.ndarray, k: int):
+    padded = np.pad(x, (0, 130 - len(x)))  # One executable for each k.
+    assert_run(padded, jitted_top_k(padded, k)[0], top_k(padded, k))
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)), st.integers(0, 120))
+def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
+    def mask(members):
+        return np.isin(np.arange(100), list(members))
+
+    def padded(members):
+        return np.array((sorted(members) + [100] * 100)[:100], np.int32)
+
+    @jax.jit
+    def work(a, b, quota):
+        words = bitmap.pack(a)
+        indices = jnp.arange(130)
+        return {
+            "count": bitmap.count(words),
+            "contains": bitmap.contains(words, indices),
+            "rank": bitmap.rank(words, indices[:100]),
+            "members": bitmap.members(words, 100, 100)[0],
+            "mark": bitmap.members(bitmap.mark(words, jnp.where(b < 100, b, 2**30)), 100, 100)[0],
+            "take_first": bitmap.members(bitmap.take_first(words, quota), 100, 100)[0],
+        }
+
+    expected = {
+        "count": len(a),
+        "contains": [i in a for i in range(130)],
+        "rank": [sum(m < i for m in a) for i in range(100)],
+        "members": padded(a),
+        "mark": padded(a | b),
+        "take_first": padded(sorted(a)[:quota]),
+    }
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        work(mask(a), padded(b), quota),
+        {name: np.asarray(value) for name, value in expected.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: kernels_pallas.select_top_k(jnp.ones((2, 2)), 1), "ravel"),
+        (lambda: kernels_pallas.select_top_k(jnp.ones(4, jnp.bfloat16), 1), "cast"),
+        (lambda: kernels_pallas.select_top_k(jnp.ones(4), 0), "at least 1"),
+        (lambda: kernels_pallas.select_above(jnp.ones(4), 1.0, 0), "capacity is 0"),
+        (lambda: kernels_pallas.estimate_kth_magnitude(jnp.ones(4), 1, sample=0), "sample is 0"),
+        (
+            lambda: jax.eval_shape(
+                lambda x: kernels_pallas.kth_magnitude(x, 1), jax.ShapeDtypeStruct((2**31,), jnp.float32)
+            ),
+            "below 2\\*\\*31",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
