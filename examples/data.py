@@ -2,13 +2,13 @@
 
 import gzip
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
 class Images(NamedTuple):
-    """Images, float32 of shape ``(count, height, width, channels)`` in [0, 1], and labels, int32 of shape ``(count,)``."""
+    """Images, float32 of shape ``(count, height, width, channels)`` in [0, 1]; labels, int32 of shape ``(count,)``."""
 
     train_x: np.ndarray
     train_y: np.ndarray
@@ -39,7 +39,7 @@ def load(name: str, directory: pathlib.Path | None = None) -> Images:
 def _digits() -> Images:
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     x = (digits.images / 16).astype(np.float32)[..., None]
     y = digits.target.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(y))

@@ -75,7 +75,9 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
     size = args.batch * args.workers
     steps = len(images.train_y) // size
     if not steps:
-        raise ValueError(f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers")
+        raise ValueError(
+            f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers"
+        )
     losses, seconds, seen, accuracy = [], [], [], []
     task = progress.add_task(name, total=args.epochs * steps)
     for _ in range(args.epochs):

@@ -41,7 +41,7 @@ class Comm(Protocol):
         ...
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        """Row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``; the result's row ``j`` came from worker ``j``."""
+        """Row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``; row ``j`` of the result came from ``j``."""
         ...
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
@@ -257,8 +257,11 @@ CommLike: TypeAlias = str | tuple[str, ...] | Comm
 
 def as_comm(comm: CommLike) -> Comm:
     """The Comm that an axis name, a tuple of them, or a Comm stands for."""
-    if isinstance(comm, str) or (isinstance(comm, tuple) and all(isinstance(name, str) for name in comm) and comm):
+    if isinstance(comm, tuple):
+        if comm and all(isinstance(name, str) for name in comm):
+            return AxisComm(comm)
+    elif isinstance(comm, str):
         return AxisComm(comm)
-    if hasattr(comm, "all_to_all"):
+    elif hasattr(comm, "all_to_all"):
         return comm
     raise ValueError(f"comm is {comm!r}; pass a mesh axis name, a tuple of them, or a Comm such as jsparse.AxisComm")

@@ -13,9 +13,7 @@ from ._flatten import Layout
 from ._sparse_vector import SparseVector
 
 
-def accumulate(
-    layout: Layout, residual: jax.Array | None, leaves: Sequence[jax.Array], keep: jax.Array
-) -> jax.Array:
+def accumulate(layout: Layout, residual: jax.Array | None, leaves: Sequence[jax.Array], keep: jax.Array) -> jax.Array:
     """``acc``: the residual plus the gradient where ``keep``, in place of the residual when that may be overwritten."""
     if residual is None:
         return jnp.where(keep, layout.ravel(leaves), 0)

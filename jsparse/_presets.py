@@ -58,9 +58,7 @@ def topk_allgather(
       Li and Hoefler, PPoPP 2022, Table 1, "TopkA".
     """
     return SparseAllReduce(
-        Config(
-            as_comm(comm), select or TopK(density), TopkAllGather(), wire, scope=scope, dense_below=dense_below
-        )
+        Config(as_comm(comm), select or TopK(density), TopkAllGather(), wire, scope=scope, dense_below=dense_below)
     )
 
 

@@ -68,7 +68,7 @@ def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
     return jax.tree.map(spec, opt_state, is_leaf=lambda state: isinstance(state, PER_WORKER))
 
 
-def residual(opt_state: optax.OptState) -> jax.Array:
+def residual(opt_state: Any) -> jax.Array:
     """The residuals: what each worker has accumulated and not yet got delivered.
 
     Args:
@@ -114,7 +114,7 @@ class Stats(NamedTuple):
 
 
 @jax.jit
-def stats(opt_state: optax.OptState) -> Stats:
+def stats(opt_state: Any) -> Stats:
     """Reads off a chain's state what its last synchronisation did.
 
     Args:
@@ -142,7 +142,7 @@ def stats(opt_state: optax.OptState) -> Stats:
     )
 
 
-def find(opt_state: optax.OptState) -> SparseAllReduceState:
+def find(opt_state: Any) -> SparseAllReduceState:
     """The one state of ours in a chain's."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda state: isinstance(state, SparseAllReduceState))
     found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]

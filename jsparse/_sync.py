@@ -1,7 +1,5 @@
 """Synchronisation without a dense update."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -75,5 +73,5 @@ def apply_sparse(params: optax.Params, update: SparseVector, scale: ArrayLike = 
     if any(jnp.finfo(dtype).bits < jnp.finfo(update.values.dtype).bits for dtype in layout.dtypes):
         # Several runs, added one by one to narrow leaves, would be rounded as often.
         update = update.merge()
-    scaled = SparseVector(scale * update.values, update.indices, update.n)
+    scaled = SparseVector(jnp.asarray(scale) * update.values, update.indices, update.n)
     return jax.tree.unflatten(treedef, layout.add_sparse(leaves, scaled))

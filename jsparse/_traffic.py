@@ -121,7 +121,7 @@ def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | 
     """
     sizes = dict(axis_sizes or {})
     closed = jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
-    return Traffic(tuple(_walk(getattr(closed, "jaxpr", closed), sizes, 1)))
+    return Traffic(tuple(_walk(_open(closed), sizes, 1)))
 
 
 def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Collective | Branches]:
@@ -133,7 +133,7 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
             axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
             size = math.prod(sizes[axis] for axis in axes)
             for operand in eqn.invars:
-                aval = operand.aval
+                aval: Any = operand.aval
                 cost = collective_cost(COLLECTIVES[name], math.prod(aval.shape) * aval.dtype.itemsize, size)
                 payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
                 parts.append(Collective(COLLECTIVES[name], payload, axes, times, cost * times))

@@ -176,8 +176,12 @@ def train_step(
     def loss(params, batch, kept, key):
         kwargs = ({"model_state": kept} if model_state else {}) | ({"key": key} if with_key else {})
         out = loss_fn(params, batch, **kwargs)
-        value, rest = out if model_state or has_aux else (out, ())
-        kept, aux = (rest if has_aux else (rest, ())) if model_state else (None, rest)
+        if model_state:
+            value, rest = out
+            kept, aux = rest if has_aux else (rest, None)
+        else:
+            value, aux = out if has_aux else (out, None)
+            kept = None
         return value, (kept, aux)
 
     value_and_grad = local_value_and_grad(loss, axis, has_aux=True)

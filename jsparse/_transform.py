@@ -120,7 +120,10 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
             del params, extra_args
             return _update(config, updates, state)
 
-        self = super().__new__(cls, lambda params: _init(config, params), update_fn)
+        def init_fn(params) -> Any:
+            return _init(config, params)
+
+        self = super().__new__(cls, init_fn, update_fn)
         self.config = config
         return self
 
@@ -200,8 +203,8 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     step, bad = state.step[0], jnp.array(False)
     if jax.tree.leaves(state.buckets):
         # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
-        bad = sum(bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves) > 0
-        opening = comm.pmax(jnp.stack([bad.astype(jnp.int32), step]))
+        wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
+        opening = comm.pmax(jnp.stack([jnp.max(jnp.stack(wrong)), step]))
         bad, step = opening[0] > 0, opening[1]
 
     totals, carried = [], []

@@ -148,7 +148,7 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
     return jnp.where(slot < total, indices, fill), total
 
 
-def circle(total: jax.Array, capacity: int, start: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def circle(total: jax.Array, capacity: ArrayLike, start: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Which ``capacity`` of ``total`` ranks are taken round a circle that begins at rank ``start``.
 
     Returns:

@@ -58,7 +58,11 @@ ROWS = [
         oracles.topk_allgather,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
     ),
-    Row("topk_allgather-leaf", lambda comm, density: jsparse.topk_allgather(comm, density=density, scope="leaf"), sizes=(3,)),
+    Row(
+        "topk_allgather-leaf",
+        lambda comm, density: jsparse.topk_allgather(comm, density=density, scope="leaf"),
+        sizes=(3,),
+    ),
     Row("oktopk", oktopk(), oracles.oktopk, bound=oktopk_bound),
     Row(
         "oktopk-often",

@@ -64,7 +64,9 @@ def jitted_top_k(x, k):
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)])
+@pytest.mark.parametrize(
+    "n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+)
 def test_top_k_is_exact(name: str, n: int, k: int):
     x = make(name, n)
     expected = top_k(x, k)
@@ -151,6 +153,20 @@ def test_top_k_of_anything(x: np.ndarray, k: int):
     assert_run(padded, jitted_top_k(padded, k)[0], top_k(padded, k))
 
 
+@jax.jit
+def set_operations(a, b, quota):
+    words = bitmap.pack(a)
+    indices = jnp.arange(130)
+    return {
+        "count": bitmap.count(words),
+        "contains": bitmap.contains(words, indices),
+        "rank": bitmap.rank(words, indices[:100]),
+        "members": bitmap.members(words, 100, 100)[0],
+        "mark": bitmap.members(bitmap.mark(words, jnp.where(b < 100, b, 2**30)), 100, 100)[0],
+        "take_first": bitmap.members(bitmap.take_first(words, quota), 100, 100)[0],
+    }
+
+
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)), st.integers(0, 120))
 def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
@@ -159,19 +175,6 @@ def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
 
     def padded(members):
         return np.array((sorted(members) + [100] * 100)[:100], np.int32)
-
-    @jax.jit
-    def work(a, b, quota):
-        words = bitmap.pack(a)
-        indices = jnp.arange(130)
-        return {
-            "count": bitmap.count(words),
-            "contains": bitmap.contains(words, indices),
-            "rank": bitmap.rank(words, indices[:100]),
-            "members": bitmap.members(words, 100, 100)[0],
-            "mark": bitmap.members(bitmap.mark(words, jnp.where(b < 100, b, 2**30)), 100, 100)[0],
-            "take_first": bitmap.members(bitmap.take_first(words, quota), 100, 100)[0],
-        }
 
     expected = {
         "count": len(a),
@@ -183,7 +186,7 @@ def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
     }
     jax.tree.map(
         np.testing.assert_array_equal,
-        work(mask(a), padded(b), quota),
+        set_operations(mask(a), padded(b), quota),
         {name: np.asarray(value) for name, value in expected.items()},
     )
 

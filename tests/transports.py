@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-import jsparse
 from algorithms import DENSITY, Row
 
 AXIS = "workers"
@@ -87,5 +86,3 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             return jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (size, *x.shape)), updates), state
 
     return jax.jit(init)(np.arange(size)), jax.jit(update)
-
-

@@ -2,11 +2,10 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kernels_pallas import bitmap
 
@@ -53,7 +52,7 @@ def gather_parts(
     def balanced() -> SparseVector:
         return gather(_balance(comm, mine, comm.all_gather(count), share, step, wire)).join(capacity)
 
-    branches = [functools.partial(direct, length) for length in lengths]
+    branches: list[Callable[[], SparseVector]] = [functools.partial(direct, length) for length in lengths]
     if lengths[-1] < mine.capacity:
         branches.append(balanced)
     fitting = jnp.sum(jnp.max(parts) > jnp.array(lengths), dtype=jnp.int32)

@@ -7,8 +7,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import estimate_kth_magnitude
 
-from .._sparse_vector import SparseVector
 from .._density import check_density, elements_kept
+from .._sparse_vector import SparseVector
 from ._base import SelectorState, initial_state
 from .fixed import take_above
 

@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import select_top_k
 
-from .._sparse_vector import SparseVector
 from .._density import check_density, elements_kept
+from .._sparse_vector import SparseVector
 from ._base import SelectorState, initial_state
 
 

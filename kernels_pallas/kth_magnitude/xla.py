@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import bitmap
 from .._varying import varying_as
 from ..select_above.xla import above, count_above, take
 
