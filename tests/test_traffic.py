@@ -1,0 +1,120 @@
+"""What a program sends, read off it; and Ok-Topk's bound."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jsparse
+import transports
+from algorithms import oktopk_bound
+from transports import AXIS
+
+SIZES = {AXIS: 4}
+
+
+def test_each_collective_has_its_cost():
+    x = jnp.ones(1000)
+
+    def program(x):
+        lax.psum(x, AXIS)
+        lax.pmax(x[:10], AXIS)
+        lax.all_gather(x, AXIS)
+        lax.all_to_all(x.reshape(4, 250), AXIS, 0, 0)
+        lax.ppermute(x, AXIS, [(0, 1)])
+        lax.psum_scatter(x, AXIS, tiled=True)
+
+    traffic = jsparse.traffic(program, x, axis_sizes=SIZES)
+    costs = [(part.name, part.cost.bytes, part.cost.messages) for part in traffic.parts]
+    assert costs == [
+        ("psum", 6000, 4),
+        ("pmax", 60, 4),
+        ("all_gather", 12000, 2),
+        ("all_to_all", 3000, 3),
+        ("ppermute", 4000, 1),
+        ("psum_scatter", 3000, 2),
+    ]
+    assert traffic.bytes == sum(cost[1] for cost in costs)
+
+
+def test_loops_are_multiplied_and_branches_kept_apart():
+    def program(x, n):
+        x = lax.fori_loop(0, 5, lambda i, x: lax.psum(x, AXIS), x)
+        return lax.cond(n > 0, lambda: lax.psum(x, AXIS), lambda: lax.psum(x[:2], AXIS)[0] * x)
+
+    traffic = jsparse.traffic(program, jnp.ones(1000), jnp.int32(1), axis_sizes=SIZES)
+    loop, branches = traffic.parts
+    assert (loop.times, loop.cost.bytes) == (5, 30000)
+    assert sorted(branch.bytes for branch in branches.branches) == [12, 6000]
+    assert traffic.bytes == 36000
+    text = str(traffic)
+    assert "psum float32[1000] over workers x 5" in text
+    assert "branch 1" in text
+
+
+def test_axes_that_the_program_binds_itself():
+    @jax.jit
+    def step(x):
+        mesh = transports.mesh(2)
+        return jax.shard_map(lambda x: lax.psum(x, AXIS), mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())(x)
+
+    assert jsparse.traffic(step, jax.ShapeDtypeStruct((20,), jnp.float64)).bytes == 40
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    def program(x):
+        return lax.while_loop(lambda x: x[0] < 5, lambda x: lax.psum(x, AXIS), x)
+
+    with pytest.raises(NotImplementedError, match="fori_loop"):
+        jsparse.traffic(program, jnp.ones(3), axis_sizes=SIZES)
+
+
+@pytest.mark.parametrize("split", ["all_to_all", "rotate"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1000])
+def test_oktopk_keeps_its_bound(size: int, split: str):
+    """``6k(P-1)/P + 16P + 512`` words in the dearest branches, whatever the sizes."""
+    if split == "rotate" and size > 64:
+        pytest.skip("the same words, and a program P times as long")
+    for n, density in [(1, 1.0), (10, 0.1), (999, 0.01), (100_003, 0.01), (14_728_266, 0.01), (133_547_324, 0.02)]:
+        k = max(1, round(density * n))
+        tx = jsparse.oktopk(AXIS, density=density, split=split)
+        grads = jax.ShapeDtypeStruct((n,), jnp.float32)
+
+        def step(grads, tx=tx):
+            return tx.update(grads, tx.init(grads))
+
+        traffic = jsparse.traffic(step, grads, axis_sizes={AXIS: size})
+        assert traffic.bytes <= 4 * oktopk_bound(n, k, size), f"n={n}, k={k}"
+
+
+def test_the_papers_balancing_rule_is_the_stated_exception():
+    n, size = 1_000_000, 16
+    tx = jsparse.oktopk(AXIS, density=0.01, balance_above=4.0)
+    grads = jax.ShapeDtypeStruct((n,), jnp.float32)
+    traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), grads, axis_sizes={AXIS: size})
+    assert oktopk_bound(n, 10_000, size) < traffic.bytes / 4 <= 10 * 10_000 + 16 * size + 512
+
+
+def test_topk_allgather_sends_as_the_paper_says():
+    n, k, size = 100_000, 1000, 8
+    tx = jsparse.topk_allgather(AXIS, density=0.01)
+    grads = jax.ShapeDtypeStruct((n,), jnp.float32)
+    traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), grads, axis_sizes={AXIS: size})
+    # And the two words with which a step opens.
+    assert traffic.bytes == 4 * 2 * k * (size - 1) + 4 * 2 * 2 * (size - 1) // size
+    assert traffic.messages == 3 + 2 * 3
+
+
+def test_dense_in_buckets_sends_the_same_bytes_in_more_messages():
+    leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (1000, 24, 3000, 1000, 16)]
+
+    def traffic(**kwargs):
+        tx = jsparse.dense(AXIS, **kwargs)
+        return jsparse.traffic(lambda g: tx.update(g, tx.init(g)), leaves, axis_sizes={AXIS: 8})
+
+    one, several = traffic(), traffic(bucket_bytes=8000)
+    assert one.bytes == several.bytes == 2 * 4 * 5040 * 7 // 8
+    assert [part.payload for part in one.parts] == ["float32[5040]"]
+    assert [part.payload for part in several.parts] == ["float32[1016]", "float32[3000]", "float32[1024]"]

@@ -1,0 +1,197 @@
+"""The whole training step, against the same written out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jsparse
+import transports
+from transports import AXIS
+
+SIZE = 4
+EXAMPLES = 24
+
+
+def data(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((EXAMPLES, 5)).astype(np.float32), rng.standard_normal(EXAMPLES).astype(np.float32)
+
+
+def params():
+    rng = np.random.default_rng(1)
+    return {"w": jnp.asarray(rng.standard_normal((5, 7)), jnp.float32), "v": jnp.ones(7)}
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+def chain(density=0.3, after=None):
+    return optax.chain(jsparse.oktopk(AXIS, density=density), after or optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_density_1_is_training_on_the_whole_batch(micro_batches: int, checked: bool):
+    step = jsparse.train_step(
+        loss_fn, chain(1.0), transports.mesh(SIZE), AXIS, micro_batches=micro_batches, check_vma=checked
+    )
+    state = step.init(params())
+    expected = params()
+    for seed in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(expected, data(seed))
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, grads)
+        state, got = step(state, data(seed))
+        np.testing.assert_allclose(got, loss, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state.params, expected)
+
+
+def test_it_is_jitted_once_and_donates():
+    tx = chain()
+    step = jsparse.train_step(loss_fn, tx, transports.mesh(SIZE), AXIS)
+    first = params()
+    state = step.init(first)
+    for seed in range(4):
+        before = state
+        state, _ = step(state, data(seed))
+        assert before.opt_state[0].buckets[0].residual.is_deleted()
+        assert before.params["w"].is_deleted()
+    assert step._run._cache_size() == 1
+    assert not first["w"].is_deleted()
+    assert step.lower(state, data()).compile().memory_analysis().alias_size_in_bytes > 0
+
+
+def test_micro_batches_synchronise_once():
+    def messages(**kwargs):
+        step = jsparse.train_step(loss_fn, chain(), transports.mesh(SIZE), AXIS, **kwargs)
+        state = step.init(params())
+        state, _ = step(state, data())
+        return jsparse.stats(state.opt_state).words, jsparse.traffic(step, state, data()).bytes
+
+    one, three = messages(), messages(micro_batches=3)
+    np.testing.assert_array_equal(one[0], three[0])
+    assert one[1] == three[1]
+
+
+def test_metrics_are_averaged():
+    def with_metrics(params, batch):
+        return loss_fn(params, batch), {"first": batch[0][0, 0], "count": jnp.float32(batch[1].shape[0])}
+
+    step = jsparse.train_step(with_metrics, chain(), transports.mesh(SIZE), AXIS, has_aux=True, micro_batches=2)
+    _, (loss, metrics) = step(step.init(params()), data())
+    x, _ = data()
+    np.testing.assert_allclose(metrics["first"], x[::3, 0].mean(), rtol=1e-6)
+    assert metrics["count"] == 3
+    np.testing.assert_allclose(loss, loss_fn(params(), data()), rtol=1e-5)
+
+
+class Normalised(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(5, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.out = nnx.Linear(6, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.norm(self.dense(x))))[:, 0]
+
+
+@pytest.mark.parametrize("kept", ["mean", "per_worker"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_batch_statistics(kept: str, micro_batches: int):
+    """BatchNorm's statistics: averaged over the workers, their bytes counted; or each worker's own."""
+    graph, start, statistics = nnx.split(Normalised(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+    start, statistics = nnx.as_pure(start), nnx.as_pure(statistics)
+
+    def loss_fn(params, batch, *, model_state):
+        x, y = batch
+        model = nnx.merge(graph, params, model_state)
+        loss = jnp.mean((model(x) - y) ** 2)
+        return loss, nnx.as_pure(nnx.state(model, nnx.BatchStat))
+
+    mesh = transports.mesh(SIZE)
+    step = jsparse.train_step(loss_fn, chain(), mesh, AXIS, model_state=kept, micro_batches=micro_batches)
+    state = step.init(start, statistics)
+    means = np.tile(np.asarray(statistics["norm"]["mean"]), (SIZE, 1))
+    for seed in range(2):
+        x, _ = data(seed)
+        for part in x.reshape(SIZE, micro_batches, -1, 5).swapaxes(0, 1):
+            hidden = part @ np.asarray(state.params["dense"]["kernel"]) + np.asarray(state.params["dense"]["bias"])
+            means = 0.99 * means + 0.01 * hidden.mean(1)
+        if kept == "mean":
+            means = np.tile(means.mean(0), (SIZE, 1))
+        state, _ = step(state, data(seed))
+        got = state.model_state["norm"]["mean"]
+        assert got.shape == ((6,) if kept == "mean" else (SIZE, 6))
+        np.testing.assert_allclose(np.broadcast_to(got, means.shape), means, rtol=1e-4, atol=1e-6)
+        along = PartitionSpec(AXIS) if kept == "per_worker" else PartitionSpec()
+        assert got.sharding == NamedSharding(mesh, along)
+
+    messages = [part for part in jsparse.traffic(step, state, data()).parts if getattr(part, "name", "") == "psum"]
+    # Mean and variance of six channels, and the loss.
+    assert messages[0].payload == ("float32[13]" if kept == "mean" else "float32[1]")
+
+
+def test_keys_differ_between_workers_and_micro_batches():
+    def noisy(params, batch, *, key):
+        noise = jax.random.uniform(key)
+        return loss_fn(params, batch), {"noise": noise, "square": noise**2}
+
+    step = jsparse.train_step(
+        noisy, chain(), transports.mesh(SIZE), AXIS, has_aux=True, with_key=True, micro_batches=3
+    )
+    _, (_, metrics) = step(step.init(params()), data(), jax.random.key(7))
+    draws = [
+        jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), rank), part))
+        for rank in range(SIZE)
+        for part in range(3)
+    ]
+    np.testing.assert_allclose(metrics["noise"], np.mean(draws), rtol=1e-6)
+    np.testing.assert_allclose(metrics["square"], np.mean(np.square(draws)), rtol=1e-6)
+
+
+def test_the_loss_reaches_transforms_that_want_it():
+    """``optax.contrib.reduce_on_plateau`` and its like take the loss as ``value``."""
+    tx = chain(after=optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)))
+    step = jsparse.train_step(loss_fn, tx, transports.mesh(SIZE), AXIS)
+    state = step.init(params())
+    state, loss = step(state, data())
+    np.testing.assert_allclose(state.opt_state[1][1].best_value, loss)
+
+
+def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
+    tx = chain(after=optax.apply_if_finite(optax.adam(0.1), 5))
+    step = jsparse.train_step(loss_fn, tx, transports.mesh(SIZE), AXIS)
+    state = step.init(params())
+    x, y = data()
+    x[3, 2] = np.nan
+    state, loss = step(state, (x, y))
+    assert np.isnan(loss)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params())
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "message"),
+    [
+        ({"axis": "rows"}, None, "the mesh has axes"),
+        ({"micro_batches": 0}, None, "micro_batches is 0"),
+        ({"model_state": "sum"}, None, "model_state is 'sum'"),
+        ({"micro_batches": 5}, lambda step: step(step.init(params()), data()), "multiple of 20"),
+        ({}, lambda step: step(step.init(params()), data(), jax.random.key(0)), "with_key=True"),
+        ({"with_key": True}, lambda step: step(step.init(params()), data()), "with_key=True"),
+        ({"tx": optax.sgd(0.1)}, lambda step: step.init(params()), "holds 0 states"),
+        (
+            {"tx": optax.chain(jsparse.dense(AXIS), jsparse.dense(AXIS))},
+            lambda step: step.init(params()),
+            "holds 2 states",
+        ),
+    ],
+)
+def test_bad_input_is_refused(make, call, message: str):
+    arguments = {"tx": chain(), "mesh": transports.mesh(SIZE), "axis": AXIS} | make
+    with pytest.raises(ValueError, match=message):
+        call(jsparse.train_step(loss_fn, **arguments)) if call else jsparse.train_step(loss_fn, **arguments)
