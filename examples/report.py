@@ -23,9 +23,9 @@ def table(runs: list[dict[str, Any]]) -> None:
         "delivered: how many of them arrived; update: elements it has. Means and standard deviations, over k.",
     )
     out.add_column("algorithm")
-    for name in ("test accuracy", "loss", "bytes", "to dense", "messages", "ms a step"):
+    for name in ("test\naccuracy", "loss", "bytes", "to dense", "messages", "ms\na step"):
         out.add_column(name, justify="right")
-    for name in ("selected / k", "delivered / k", "update / k"):
+    for name in ("selected\n/ k", "delivered\n/ k", "update\n/ k"):
         out.add_column(name, justify="right")
     for run in runs:
         sent = np.mean(run["bytes"])
@@ -39,7 +39,7 @@ def table(runs: list[dict[str, Any]]) -> None:
             f"{np.median(run['milliseconds'][1:] or run['milliseconds']):.0f}",
             *(_spread(run[name], run) for name in ("selected", "delivered", "updated")),
         )
-    rich.console.Console(width=160).print(out)
+    rich.console.Console(width=112).print(out)
 
 
 def _spread(counts: list[Any], run: dict[str, Any]) -> str:

@@ -1,9 +1,11 @@
 """Trains a convolutional net data-parallel, once with each algorithm, and compares.
 
-Run ``python -m examples.train --help`` from the repository's root. The workers are virtual CPU devices of this process.
+Run ``python -m examples.train --help`` from the repository's root. The workers are accelerators where there are
+enough of them, otherwise virtual CPU devices of this process.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import pathlib
@@ -50,6 +52,14 @@ class ConvNet(nnx.Module):
         return self.dense2(x)
 
 
+def devices(workers: int) -> list[jax.Device]:
+    """One device for each worker: accelerators where there are enough, else virtual CPU devices."""
+    found = jax.devices() if len(jax.devices()) >= workers else jax.devices("cpu")
+    if not 1 <= workers <= len(found):
+        raise ValueError(f"{workers} workers need as many devices; this process has {len(found)}")
+    return found[:workers]
+
+
 def train(name: str, images: data.Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
     """Trains with one algorithm and returns what happened, as plain numbers."""
     model = ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(args.seed))
@@ -66,7 +76,7 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
         logits = nnx.merge(graph, params)(x)
         return jnp.mean(jnp.argmax(logits, axis=-1) == y)
 
-    mesh = Mesh(np.array(jax.devices()[: args.workers]), ("workers",))
+    mesh = Mesh(np.array(devices(args.workers)), ("workers",))
     tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](args.learning_rate))
     step = jsparse.train_step(loss_fn, tx, mesh, "workers")
     state = step.init(params)
@@ -129,7 +139,8 @@ def main(argv: list[str] | None = None) -> None:
     args.algorithm = args.algorithm or list(ALGORITHMS)
     args.epochs = args.epochs or (40 if args.data == "digits" else 3)
 
-    jax.config.update("jax_num_cpu_devices", args.workers)
+    with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+        jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
         images = data.load(args.data, args.data_dir)
         with rich.progress.Progress(

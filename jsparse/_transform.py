@@ -80,6 +80,10 @@ class Config:
     bucket_bytes: int | None = None
 
     def __post_init__(self):
+        if self.allreduce.sparse and self.select is None:
+            raise ValueError(f"{self.allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
+        if self.select is not None and not self.allreduce.sparse:
+            raise ValueError(f"{self.allreduce} sums dense vectors and selects nothing; pass select=None")
         if self.scope not in ("global", "leaf"):
             raise ValueError(f'scope is {self.scope!r}; choose "global" or "leaf"')
         if self.dense_below < 0:

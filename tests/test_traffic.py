@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -58,7 +57,9 @@ def test_axes_that_the_program_binds_itself():
     @jax.jit
     def step(x):
         mesh = transports.mesh(2)
-        return jax.shard_map(lambda x: lax.psum(x, AXIS), mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())(x)
+        return jax.shard_map(
+            lambda x: lax.psum(x, AXIS), mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec()
+        )(x)
 
     assert jsparse.traffic(step, jax.ShapeDtypeStruct((20,), jnp.float64)).bytes == 40
 

@@ -141,9 +141,7 @@ def test_keys_differ_between_workers_and_micro_batches():
         noise = jax.random.uniform(key)
         return loss_fn(params, batch), {"noise": noise, "square": noise**2}
 
-    step = jsparse.train_step(
-        noisy, chain(), transports.mesh(SIZE), AXIS, has_aux=True, with_key=True, micro_batches=3
-    )
+    step = jsparse.train_step(noisy, chain(), transports.mesh(SIZE), AXIS, has_aux=True, with_key=True, micro_batches=3)
     _, (_, metrics) = step(step.init(params()), data(), jax.random.key(7))
     draws = [
         jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), rank), part))

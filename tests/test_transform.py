@@ -31,9 +31,7 @@ def vmapped(tx):
 
 
 def random_gradients(shapes, rng):
-    return {
-        name: jnp.asarray(rng.integers(-64, 65, (SIZE, *leaf.shape)), leaf.dtype) for name, leaf in shapes.items()
-    }
+    return {name: jnp.asarray(rng.integers(-64, 65, (SIZE, *leaf.shape)), leaf.dtype) for name, leaf in shapes.items()}
 
 
 PRESETS = {
@@ -58,8 +56,8 @@ def test_mixed_types(name: str, x64: bool):
         state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(SIZE))
         update = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
         rng = np.random.default_rng(0)
-        delivered = {leaf: 0.0 for leaf in shapes}
-        sent = {leaf: 0.0 for leaf in shapes}
+        delivered = dict.fromkeys(shapes, 0.0)
+        sent = dict.fromkeys(shapes, 0.0)
         for _ in range(3):
             grads = random_gradients(shapes, rng)
             updates, state = update(grads, state)
@@ -80,7 +78,11 @@ def test_mixed_types(name: str, x64: bool):
                 parts = bucket.layout.unravel(np.asarray(carried.residual, np.float64).sum(0))
             for i, part in zip(bucket.ids, parts, strict=True):
                 leaf = list(shapes)[i]
-                exact = np.finfo(np.float64).eps if shapes[leaf].dtype == jnp.float64 else float(jnp.finfo(shapes[leaf].dtype).eps)
+                exact = (
+                    np.finfo(np.float64).eps
+                    if shapes[leaf].dtype == jnp.float64
+                    else float(jnp.finfo(shapes[leaf].dtype).eps)
+                )
                 left = np.asarray(part, np.float64)
                 np.testing.assert_allclose(delivered[leaf] + left, sent[leaf], atol=3 * 64 * SIZE * exact, rtol=1e-6)
 

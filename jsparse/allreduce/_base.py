@@ -1,6 +1,6 @@
 """What all-reduces have in common."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -11,7 +11,13 @@ from ..wire import Wire
 
 
 class AllReduce(Protocol):
-    """Sums the workers' vectors: a frozen dataclass of hyperparameters."""
+    """Sums the workers' vectors: a frozen dataclass of hyperparameters.
+
+    Attributes:
+      sparse: whether the vectors are sparse, so that it needs a selector.
+    """
+
+    sparse: ClassVar[bool]
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
         """The state for vectors of length ``n`` among ``size`` workers: a NamedTuple of arrays, each with an axis."""

@@ -1,6 +1,7 @@
 """The dense all-reduce."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from jax.typing import DTypeLike
@@ -18,6 +19,8 @@ class Dense:
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "Dense".
     """
+
+    sparse: ClassVar[bool] = False
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
         return ()

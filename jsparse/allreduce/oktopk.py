@@ -25,7 +25,7 @@ that the bound allows, and what does not fit is not delivered, so that it stays 
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,8 @@ class OkTopk:
     References:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, Algorithm 1.
     """
+
+    sparse: ClassVar[bool] = True
 
     density: float
     tau_threshold: int = 32

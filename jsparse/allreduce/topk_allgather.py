@@ -1,6 +1,7 @@
 """TopkA: all-gather of everyone's sparse vector."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from jax.typing import DTypeLike
@@ -21,6 +22,8 @@ class TopkAllGather:
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkA"; Renggli et al., SparCML, SC 2019.
     """
+
+    sparse: ClassVar[bool] = True
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
         return ()

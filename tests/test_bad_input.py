@@ -1,0 +1,153 @@
+"""Invariant 7: wrong use is refused with the fix named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jsparse
+import transports
+from transports import AXIS
+
+allreduce, select = jsparse.allreduce, jsparse.select
+ARGUMENTS = [
+    (lambda: jsparse.oktopk(AXIS, density=0.0), "density is 0.0"),
+    (lambda: jsparse.oktopk(AXIS, density=1.5), "density is 1.5"),
+    (lambda: jsparse.topk_allgather(AXIS, density=-0.1), "density is -0.1"),
+    (lambda: jsparse.topk_allgather(AXIS, density=float("nan")), "density is nan"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, tau_threshold=0), "tau_threshold is 0"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, tau_region=-1), "tau_region is -1"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, split="spin"), "split is 'spin'"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, balance_above=0.5), "balance_above is 0.5"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, scope="layer"), "scope is 'layer'"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, dense_below=-1), "dense_below is -1"),
+    (lambda: jsparse.dense(AXIS, bucket_bytes=0), "bucket_bytes is 0"),
+    (lambda: jsparse.dense(3), "mesh axis name"),
+    (lambda: jsparse.dense(()), "mesh axis name"),
+    (lambda: select.TopK(2.0), "density is 2.0"),
+    (lambda: select.SampledThreshold(0.0), "density is 0.0"),
+    (lambda: select.ReusedThreshold(0.1, 0), "tau_threshold is 0"),
+    (lambda: select.FixedThreshold(-1.0, 0.1), "threshold is -1.0"),
+    (lambda: select.FixedThreshold(1.0, 0.0), "density is 0.0"),
+    (lambda: allreduce.OkTopk(0.0), "density is 0.0"),
+    (lambda: jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce.OkTopk(0.1)), "select"),
+    (lambda: jsparse.sparse_allreduce(AXIS, select=select.TopK(0.1), allreduce=allreduce.Dense()), "select"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), ARGUMENTS)
+def test_arguments(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def over_workers(fn, size: int = 2):
+    return jax.vmap(fn, axis_name=AXIS)(jnp.arange(size))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn])
+def test_types_of_leaves(dtype):
+    params = {"w": jnp.ones(3), "count": jnp.zeros(2, dtype)}
+    with pytest.raises(ValueError, match=r"leaf \['count'\] has type .*keep what is not trained"):
+        over_workers(lambda _: jsparse.oktopk(AXIS, density=0.5).init(params))
+
+
+@pytest.mark.parametrize("tx", [jsparse.oktopk(AXIS, density=0.5), jsparse.dense(AXIS)], ids=["oktopk", "dense"])
+def test_an_axis_that_is_not_bound(tx):
+    with pytest.raises(ValueError, match="the axis 'workers' is not bound here: .*jsparse.init"):
+        tx.init(transports.zeros())
+    state = jax.tree.map(lambda x: x[0], over_workers(lambda _: tx.init(transports.zeros())))
+    with pytest.raises(ValueError, match="not bound here"):
+        jax.jit(tx.update)(transports.zeros(), state)
+
+
+def test_a_mesh_without_the_axis():
+    mesh = transports.mesh(2)
+    with pytest.raises(ValueError, match=r"the mesh has axes \('workers',\), and not 'data'"):
+        jsparse.init(jsparse.oktopk("data", density=0.1), transports.zeros(), mesh, "data")
+
+
+def test_a_bucket_too_long_for_its_indices():
+    params = [jax.ShapeDtypeStruct((2**30,), jnp.bfloat16)] * 2
+    with pytest.raises(ValueError, match=r'2147483648 elements in one bucket.*scope="leaf"'):
+        jsparse.oktopk(AXIS, density=0.1).config.plan(params)
+    assert len(jsparse.oktopk(AXIS, density=0.1, scope="leaf").config.plan(params)) == 2
+
+
+def test_a_state_of_other_parameters():
+    tx = jsparse.oktopk(AXIS, density=0.5)
+
+    def run(_):
+        return tx.update({"w": jnp.ones(4)}, tx.init({"w": jnp.ones(3)}))
+
+    with pytest.raises(ValueError, match="initialise the state"):
+        over_workers(run)
+
+
+def loss_fn(params, x):
+    return jnp.sum(params["w"] * x)
+
+
+@pytest.mark.parametrize("tx", [jsparse.oktopk(AXIS, density=0.5), jsparse.dense(AXIS)], ids=["oktopk", "dense"])
+def test_gradients_already_summed(tx):
+    """Under shard_map with check_vma=True, jax.grad has summed the gradient of replicated parameters over workers."""
+    mesh, params = transports.mesh(2), {"w": jnp.arange(3.0)}
+    state = jsparse.init(tx, params, mesh, AXIS)
+    specs = jsparse.state_specs(state, AXIS)
+
+    def step(grad):
+        def local(params, state, x):
+            return tx.update(grad(params, x[0]), state)[0]
+
+        in_specs = (PartitionSpec(), specs, PartitionSpec(AXIS))
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec()))
+
+    x = jnp.array([[1.0, 2, 3], [10, 20, 30]])
+    with pytest.raises(ValueError, match=r"leaf \['w'\].*already summed.*jsparse.local_value_and_grad"):
+        step(jax.grad(loss_fn))(params, state, x)
+    local_grad = jsparse.local_value_and_grad(loss_fn, AXIS)
+    updates = step(lambda params, x: local_grad(params, x)[1])(params, state, x)
+    assert updates["w"][2] == 16.5
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_local_value_and_grad_is_local(checked: bool):
+    """And its other arguments: ``argnums``, ``has_aux``."""
+    grad = jsparse.local_value_and_grad(lambda x, p: (loss_fn(p, x), {"x": x[0]}), AXIS, argnums=1, has_aux=True)
+
+    def local(params, x):
+        (value, aux), grads = grad(x[0], params)
+        return value[None], aux["x"][None], grads["w"][None]
+
+    x = jnp.array([[1.0, 2, 3], [10, 20, 30]])
+    value, aux, grads = jax.shard_map(
+        local,
+        mesh=transports.mesh(2),
+        in_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+        out_specs=PartitionSpec(AXIS),
+        check_vma=checked,
+    )({"w": jnp.ones(3)}, x)
+    np.testing.assert_array_equal(value, [6, 60])
+    np.testing.assert_array_equal(aux, [1, 10])
+    np.testing.assert_array_equal(grads, x)
+
+
+def test_readers_of_a_state_without_ours():
+    state = optax.adam(0.1).init({"w": jnp.ones(3)})
+    for read in (jsparse.residual, jsparse.stats):
+        with pytest.raises(ValueError, match="holds 0 states"):
+            read(state)
+
+
+def test_sync_of_a_chain():
+    tx = optax.chain(jsparse.oktopk(AXIS, density=0.1), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"jsparse\.apply_sparse"):
+        jsparse.sync(tx, {}, ())
+
+
+def test_apply_sparse_to_other_parameters():
+    update = jsparse.SparseVector(jnp.ones(1), jnp.zeros(1, jnp.int32), 4)
+    with pytest.raises(ValueError, match="3 elements, the update is for 4"):
+        jsparse.apply_sparse({"w": jnp.ones(3)}, update)

@@ -1,0 +1,175 @@
+"""The examples and the command line, as one runs them."""
+
+import gzip
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jsparse
+from examples import data, train
+from jsparse import cli
+
+DATA = os.environ.get("JSPARSE_DATA")
+
+
+def test_the_demo_compares_every_preset(tmp_path, capsys, monkeypatch):
+    """A short run of the main job: the table, the plot and the figures."""
+    monkeypatch.chdir(tmp_path)
+    train.main(["--epochs", "3", "--json", "runs.json"])
+    out = capsys.readouterr().out
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert (tmp_path / "train.png").read_bytes()[:4] == b"\x89PNG"
+    assert [run["algorithm"] for run in runs] == list(train.ALGORITHMS)
+    for run in runs:
+        assert run["algorithm"] in out
+        assert len(run["loss"]) == 3 * run["steps_per_epoch"]
+        assert len(run["accuracy"]) == 3
+        assert np.mean(run["loss"][-5:]) < 0.75 * np.mean(run["loss"][:5])
+    dense, topk, ok = (
+        next(run for run in runs if run["algorithm"] == name) for name in ("dense", "topk_allgather", "oktopk")
+    )
+    assert np.mean(ok["bytes"]) < np.mean(topk["bytes"]) < np.mean(dense["bytes"])
+    assert dense["loss"][0] == topk["loss"][0] == ok["loss"][0]  # The same seeds.
+
+
+def test_the_demo_has_every_preset():
+    presets = {
+        name
+        for name in jsparse.__all__
+        if inspect.isfunction(getattr(jsparse, name))
+        and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
+    }
+    assert set(train.ALGORITHMS) == presets - {"sparse_allreduce"}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_options_of_the_demo(optimizer: str, tmp_path):
+    arguments = ["--algorithm", "oktopk", "--epochs", "1", "--workers", "3", "--density", "0.05", "--seed", "3"]
+    figures = tmp_path / "runs.json"
+    train.main([*arguments, "--optimizer", optimizer, "--json", str(figures), "--plot", str(tmp_path / "x.png")])
+    (run,) = json.loads(figures.read_text())
+    assert run["workers"] == 3
+    assert (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "mnist"], "--data-dir"),
+        (["--data", "mnist", "--data-dir", "/nowhere"], "is not a directory"),
+        (["--algorithm", "best"], "invalid choice"),
+        (["--density", "2"], "density is 2.0"),
+        (["--batch", "4000"], "take fewer workers"),
+        (["--workers", "0"], "0 workers"),
+        (["--workers", "1000"], "1000 workers need as many devices"),
+    ],
+)
+def test_wrong_options_of_the_demo(arguments, message: str, capsys):
+    with pytest.raises(SystemExit):
+        train.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def write_mnist(directory: pathlib.Path, count: int = 3) -> None:
+    images = b"\0\0\x08\3" + b"".join(n.to_bytes(4, "big") for n in (count, 2, 2)) + bytes(range(4 * count))
+    labels = b"\0\0\x08\1" + count.to_bytes(4, "big") + bytes(range(count))
+    (directory / "train-images-idx3-ubyte").write_bytes(images)
+    (directory / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    (directory / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+    (directory / "t10k-labels-idx1-ubyte").write_bytes(labels)
+
+
+def test_mnist_files(tmp_path):
+    write_mnist(tmp_path)
+    images = data.load("mnist", tmp_path)
+    assert images.train_x.shape == (3, 2, 2, 1)
+    np.testing.assert_allclose(images.train_x[2, 1, 1, 0], 11 / 255)
+    np.testing.assert_array_equal(images.test_y, [0, 1, 2])
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(ValueError, match="neither t10k-labels"):
+        data.load("mnist", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\1\0\0\0\5\1")
+    with pytest.raises(ValueError, match="does not fit its shape"):
+        data.load("mnist", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"<html>")
+    with pytest.raises(ValueError, match="not an idx file"):
+        data.load("mnist", tmp_path)
+
+
+def test_cifar10_files(tmp_path):
+    record = bytes([7]) + bytes(1024) + bytes([255] * 1024) + bytes([51] * 1024)
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        (tmp_path / name).write_bytes(record * 2)
+    images = data.load("cifar10", tmp_path)
+    assert images.train_x.shape == (10, 32, 32, 3)
+    np.testing.assert_allclose(images.train_x[0, 3, 4], [0, 1, 0.2])
+    assert (images.test_y == 7).all()
+    (tmp_path / "data_batch_3.bin").write_bytes(record[:-1])
+    with pytest.raises(ValueError, match="not a multiple"):
+        data.load("cifar10", tmp_path)
+    (tmp_path / "data_batch_3.bin").unlink()
+    with pytest.raises(ValueError, match=r"lacks data_batch_3\.bin"):
+        data.load("cifar10", tmp_path)
+
+
+@pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory with mnist/ in it")
+def test_the_real_mnist():
+    images = data.load("mnist", pathlib.Path(DATA or "") / "mnist")
+    assert images.train_x.shape == (60000, 28, 28, 1)
+    assert images.test_y[:5].tolist() == [7, 2, 1, 0, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory with mnist/ in it")
+@pytest.mark.parametrize("density", ["0.01", "0.05"])
+def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
+    """Mean of three seeds."""
+    accuracy = {"dense": [], "oktopk": []}
+    for seed in range(3):
+        arguments = ["--data", "mnist", "--data-dir", f"{DATA}/mnist", "--density", density, "--seed", str(seed)]
+        arguments += ["--algorithm", "dense", "--algorithm", "oktopk", "--plot", str(tmp_path / "x.png")]
+        train.main([*arguments, "--json", str(tmp_path / "runs.json")])
+        for run in json.loads((tmp_path / "runs.json").read_text()):
+            accuracy[run["algorithm"]].append(run["accuracy"][-1])
+    assert np.mean(accuracy["oktopk"]) >= np.mean(accuracy["dense"]) - 0.01
+
+
+def test_bench_select(tmp_path, capsys):
+    plot, figures = tmp_path / "x.png", tmp_path / "x.json"
+    arguments = ["bench", "select", "--size", "50000", "--density", "0.02", "--repeats", "2"]
+    cli.main([*arguments, "--json", str(figures), "--plot", str(plot)])
+    out = capsys.readouterr().out
+    assert plot.exists()
+    forms = {form["name"]: form for form in json.loads(figures.read_text())["forms"]}
+    for name in ("lax.top_k", "lax.approx_max_k", "jnp.nonzero(size=k)", "TopK", "select_above"):
+        assert name in out
+        assert forms[name]["selected_over_k"] == 1
+        assert forms[name]["of_the_exact_top_k"] == 1
+        assert forms[name]["median_ms"] > 0
+    cli.main([*arguments, "--json", "-", "--distribution", "layered"])
+    assert json.loads(capsys.readouterr().out)["distribution"] == "layered"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required"),
+        (["bench", "select", "--density", "3"], "density is 3.0"),
+        (["bench", "select", "--size", "0"], "at least 1"),
+    ],
+)
+def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_module_runs():
+    out = subprocess.run([sys.executable, "-m", "jsparse", "--help"], check=True, capture_output=True, text=True)
+    assert "bench" in out.stdout
