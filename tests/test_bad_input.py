@@ -56,7 +56,7 @@ def test_types_of_leaves(dtype):
 
 @pytest.mark.parametrize("tx", [jsparse.oktopk(AXIS, density=0.5), jsparse.dense(AXIS)], ids=["oktopk", "dense"])
 def test_an_axis_that_is_not_bound(tx):
-    with pytest.raises(ValueError, match="the axis 'workers' is not bound here: .*jsparse.init"):
+    with pytest.raises(ValueError, match=r"the axis 'workers' is not bound here: .*jsparse\.init"):
         tx.init(transports.zeros())
     state = jax.tree.map(lambda x: x[0], over_workers(lambda _: tx.init(transports.zeros())))
     with pytest.raises(ValueError, match="not bound here"):
