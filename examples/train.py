@@ -52,7 +52,7 @@ class ConvNet(nnx.Module):
         return self.dense2(x)
 
 
-def devices(workers: int) -> list[jax.Device]:
+def devices(workers: int) -> list[Any]:
     """One device for each worker: accelerators where there are enough, else virtual CPU devices."""
     found = jax.devices() if len(jax.devices()) >= workers else jax.devices("cpu")
     if not 1 <= workers <= len(found):

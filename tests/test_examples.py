@@ -31,11 +31,9 @@ def test_the_demo_compares_every_preset(tmp_path, capsys, monkeypatch):
         assert len(run["loss"]) == 3 * run["steps_per_epoch"]
         assert len(run["accuracy"]) == 3
         assert np.mean(run["loss"][-5:]) < 0.75 * np.mean(run["loss"][:5])
-    dense, topk, ok = (
-        next(run for run in runs if run["algorithm"] == name) for name in ("dense", "topk_allgather", "oktopk")
-    )
-    assert np.mean(ok["bytes"]) < np.mean(topk["bytes"]) < np.mean(dense["bytes"])
-    assert dense["loss"][0] == topk["loss"][0] == ok["loss"][0]  # The same seeds.
+    sent = {run["algorithm"]: np.mean(run["bytes"]) for run in runs}
+    assert sent["oktopk"] < sent["topk_allgather"] < sent["dense"]
+    assert len({run["loss"][0] for run in runs}) == 1  # The same seeds.
 
 
 def test_the_demo_has_every_preset():

@@ -50,7 +50,7 @@ def test_init_places_every_leaf_as_its_spec_says():
     assert momentum.inner.trace["w"].shape == (SIZE * 20, 30)
     assert momentum.inner.trace["scalar"].shape == (SIZE,)
     assert adam[0].mu["w"].shape == (20, 30)
-    assert {spec for spec in jax.tree.leaves(specs)} == {ALONG, WHOLE}
+    assert set(jax.tree.leaves(specs)) == {ALONG, WHOLE}
     assert jax.tree.leaves(specs[3]) == [WHOLE] * len(jax.tree.leaves(adam))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import jsparse
 import scenarios
@@ -78,11 +79,7 @@ def test_mixed_types(name: str, x64: bool):
                 parts = bucket.layout.unravel(np.asarray(carried.residual, np.float64).sum(0))
             for i, part in zip(bucket.ids, parts, strict=True):
                 leaf = list(shapes)[i]
-                exact = (
-                    np.finfo(np.float64).eps
-                    if shapes[leaf].dtype == jnp.float64
-                    else float(jnp.finfo(shapes[leaf].dtype).eps)
-                )
+                exact = float(jnp.finfo(shapes[leaf].dtype).eps)
                 left = np.asarray(part, np.float64)
                 np.testing.assert_allclose(delivered[leaf] + left, sent[leaf], atol=3 * 64 * SIZE * exact, rtol=1e-6)
 
@@ -114,7 +111,7 @@ def test_without_error_feedback_what_is_not_sent_is_lost():
 
 
 def test_the_order_of_the_chain():
-    """Learning rate before the all-reduce: Algorithm 2 of Ok-Topk, ``acc = residual + lr * grad``; after it: the code's."""
+    """A learning rate before the all-reduce (Ok-Topk, Algorithm 2: ``acc = residual + lr * grad``), and after it."""
     before, update_before = vmapped(optax.chain(optax.scale(0.5), jsparse.topk_allgather(AXIS, density=0.1)))
     after, update_after = vmapped(optax.chain(jsparse.topk_allgather(AXIS, density=0.1), optax.scale(0.5)))
     for gradient in scenarios.take("ordinary", SIZE, 4):
@@ -125,7 +122,7 @@ def test_the_order_of_the_chain():
 
 
 def test_momentum_correction():
-    """``per_worker(trace)`` before the all-reduce: each worker's own momentum accumulates (Deep Gradient Compression)."""
+    """``per_worker(trace)`` before the all-reduce: each worker's own momentum accumulates."""
     tx = optax.chain(jsparse.per_worker(optax.trace(0.9)), jsparse.topk_allgather(AXIS, density=0.1))
     state, update = vmapped(tx)
     momentum, residual = np.zeros((SIZE, N)), np.zeros((SIZE, N))
@@ -171,8 +168,6 @@ def test_one_executable_for_all_steps():
 
 def test_two_axes_are_one():
     """A tuple of mesh axes is taken as one axis, in row-major order."""
-    from jax.sharding import Mesh, PartitionSpec
-
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))
     both = ("hosts", "devices")
     gradient = scenarios.take("ordinary", 4, 1)[0]
