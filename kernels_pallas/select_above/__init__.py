@@ -40,6 +40,20 @@ def select_above(
 
 
 def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
-    """The number of elements that :func:`select_above` would find, without writing them down: int32 scalar."""
+    """Counts the elements that :func:`select_above` would find, without writing them down.
+
+    Args:
+      x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
+      threshold: a scalar, at least 0.
+
+    Returns:
+      int32 scalar.
+
+    Raises:
+      ValueError: ``x`` is not one vector of float32 or float64, or too long.
+
+    >>> count_above(jnp.array([3.0, -1.0, 0.5, -4.0]), 1.0)
+    Array(3, dtype=int32)
+    """
     x = _check.vector(x)
     return xla.count_above(x, threshold)
