@@ -161,9 +161,11 @@ def circle(total: jax.Array, capacity: ArrayLike, start: ArrayLike) -> tuple[jax
     return wrapped, jnp.where(over, start - wrapped, 0)
 
 
-def turn(step: jax.Array, capacity: int) -> jax.Array:
+def turn(step: jax.Array, capacity: ArrayLike) -> jax.Array:
     """Where the circle begins at a step, so that each step takes up where the one before left off."""
-    return (step.astype(jnp.uint32) * jnp.uint32(capacity) & jnp.uint32(2**31 - 1)).astype(jnp.int32)
+    return (step.astype(jnp.uint32) * jnp.asarray(capacity).astype(jnp.uint32) & jnp.uint32(2**31 - 1)).astype(
+        jnp.int32
+    )
 
 
 def _locate(indices: jax.Array) -> tuple[jax.Array, jax.Array]:

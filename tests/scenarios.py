@@ -47,6 +47,12 @@ def disjoint(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         yield rng.integers(1, 99, (size, N)) * (np.arange(N) % size == np.arange(size)[:, None])
 
 
+def disjoint_constant(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """No two workers have an index in common, and all magnitudes are equal: P k elements tie for k places."""
+    while True:
+        yield (np.arange(N) % size == np.arange(size)[:, None]) * np.ones((size, N))
+
+
 def alike(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """All workers have the same gradient."""
     while True:
@@ -74,7 +80,18 @@ def uneven(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
 
 ALL: dict[str, Scenario] = {
     scenario.__name__: scenario
-    for scenario in (ordinary, zeros, constant, few_values, layered, disjoint, alike, one_region, uneven)
+    for scenario in (
+        ordinary,
+        zeros,
+        constant,
+        few_values,
+        layered,
+        disjoint,
+        disjoint_constant,
+        alike,
+        one_region,
+        uneven,
+    )
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas import bitmap
 
@@ -28,7 +29,7 @@ def gather_parts(
 
     Args:
       comm: the workers.
-      mine: this worker's elements, one run; no index occurs on two workers.
+      mine: this worker's elements, one run; they lie above those of all workers of lower rank.
       parts: int32, shape ``(P,)``, alike on all workers: about how many elements each has.
       share: an equal share; balanced parts have this length.
       balance_above: up to which length, in shares, parts are gathered as they are.
@@ -65,7 +66,8 @@ def _balance(
     """Moves what some workers have above their share to those that have less: each then has at most ``share``."""
     rank = comm.rank()
     kept = _reduce_to(counts, share * comm.size)
-    mine = mine.window(jnp.int32(0), counts[rank], mine.capacity, bitmap.turn(step, share), limit=kept[rank])
+    turn = bitmap.turn(step, kept[rank])
+    mine = mine.window(jnp.int32(0), counts[rank], mine.capacity, turn, limit=kept[rank])
 
     # All surpluses, end to end, fill all deficits, end to end: where two stretches overlap, something is sent.
     surplus = jnp.maximum(kept - share, 0)
@@ -92,11 +94,12 @@ def _balance(
 
 
 def _reduce_to(counts: jax.Array, room: int) -> jax.Array:
-    """The counts, each made smaller in proportion where their sum exceeds ``room``."""
+    """The counts, each made smaller in proportion where their sum exceeds ``room``: in integers of 32 bits."""
     total = jnp.sum(counts, dtype=jnp.int32)
-    excess = jnp.maximum(total - room, 0)
-    less = jnp.minimum(counts, counts // jnp.maximum(total // jnp.maximum(excess, 1), 1) + 1)
-    return jnp.where(excess > 0, counts - less, counts)
+    shift = jnp.maximum(16 - lax.clz(total), 0)
+    share = ((room >> shift) << 14) // jnp.maximum(-(-total >> shift), 1)
+    high, low = counts >> 14, counts & (2**14 - 1)
+    return jnp.where(total > room, high * share + (low * share >> 14), counts)
 
 
 def _lengths(shares: Sequence[float], share: int, most: int) -> list[int]:
