@@ -11,7 +11,7 @@ demo: $(VENV)/examples.stamp
 	$(BIN)/python -m examples.train $(ARGS)
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -24,4 +24,4 @@ autodoc_typehints = "signature"
 autodoc_type_aliases = {"ArrayLike": "ArrayLike", "CommLike": "CommLike"}
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-nitpicky = False
+napoleon_attr_annotations = False

@@ -12,7 +12,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
+        # Tests that share an executable run in the same process.
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if "row" in params:
+            item.add_marker(pytest.mark.xdist_group(f"{params['row']}-{params.get('size')}"))
