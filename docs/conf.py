@@ -4,7 +4,7 @@ import importlib.metadata
 
 project = "jsparse"
 author = "The jsparse authors"
-copyright = "The jsparse authors"  # noqa: A001
+copyright = "The jsparse authors"
 release = importlib.metadata.version("jsparse")
 
 extensions = [

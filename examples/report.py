@@ -22,7 +22,7 @@ def table(runs: list[dict[str, Any]]) -> None:
         caption="bytes and messages: a worker a step. selected: what one worker's elements reached the threshold; "
         "delivered: how many of them arrived; update: elements it has. Means and standard deviations, over k.",
     )
-    out.add_column("algorithm")
+    out.add_column("algorithm", no_wrap=True)
     for name in ("test\naccuracy", "loss", "bytes", "to dense", "messages", "ms\na step"):
         out.add_column(name, justify="right")
     for name in ("selected\n/ k", "delivered\n/ k", "update\n/ k"):
@@ -39,7 +39,7 @@ def table(runs: list[dict[str, Any]]) -> None:
             f"{np.median(run['milliseconds'][1:] or run['milliseconds']):.0f}",
             *(_spread(run[name], run) for name in ("selected", "delivered", "updated")),
         )
-    rich.console.Console(width=112).print(out)
+    rich.console.Console(width=122).print(out)
 
 
 def _spread(counts: list[Any], run: dict[str, Any]) -> str:

@@ -183,8 +183,8 @@ class Metered:
     """A Comm that counts what is sent through it while one synchronisation is traced.
 
     Attributes:
-      words: 4-byte words sent so far: a number, or a traced scalar once a branch has been taken.
-      messages: likewise.
+      words: uint32 scalar: 4-byte words sent so far. It stands still from 16 GiB on.
+      messages: uint32 scalar: messages sent so far.
     """
 
     def __init__(self, comm: Comm):
@@ -193,8 +193,7 @@ class Metered:
         self.rank = comm.rank
         self.varying = comm.varying
         self.may_differ = comm.may_differ
-        self.words: Any = 0
-        self.messages: Any = 0
+        self.words = self.messages = jnp.uint32(0)
 
     def psum(self, x: jax.Array) -> jax.Array:
         return self._send("psum", x)
@@ -212,43 +211,33 @@ class Metered:
         return self._send("ppermute", x, perm)
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
+        before = self.words, self.messages
+
         def metered(branch):
             def run():
-                out, words, messages = self._apart(branch)
-                out = out if replicated else self.varying(out)
-                return out, jnp.asarray(words, jnp.uint32), jnp.asarray(messages, jnp.uint32)
+                self.words, self.messages = before
+                out = branch()
+                return out if replicated else self.varying(out), self.words, self.messages
 
             return run
 
-        out, words, messages = self._comm.switch(index, [metered(b) for b in branches], replicated=True)
-        self.words, self.messages = self.words + words, self.messages + messages
+        out, self.words, self.messages = self._comm.switch(index, [metered(b) for b in branches], replicated=True)
         return out
 
     def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
-        once = (0, 0)
-
         def metered(i, carry):
-            nonlocal once
-            carry, *once = self._apart(lambda: body(i, carry))
-            return carry
+            inner, self.words, self.messages = carry
+            return body(i, inner), self.words, self.messages
 
-        out = self._comm.repeat(count, metered, start)
-        self.words, self.messages = self.words + count * once[0], self.messages + count * once[1]
+        out, self.words, self.messages = self._comm.repeat(count, metered, (start, self.words, self.messages))
         return out
-
-    def _apart(self, run: Callable[[], T]) -> tuple[T, Any, Any]:
-        """Runs a part of the program and returns what it alone sends."""
-        before = self.words, self.messages
-        self.words, self.messages = 0, 0
-        out = run()
-        apart = self.words, self.messages
-        self.words, self.messages = before
-        return out, *apart
 
     def _send(self, name: str, x: jax.Array, *args: Any) -> jax.Array:
         cost = collective_cost(name, x.size * x.dtype.itemsize, self.size)
-        self.words += -(-cost.bytes // 4)
-        self.messages += cost.messages
+        words = jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1))
+        total = self.words + words
+        self.words = jnp.where(total < words, jnp.uint32(2**32 - 1), total)
+        self.messages = self.messages + jnp.uint32(cost.messages)
         return getattr(self._comm, name)(x, *args)
 
 

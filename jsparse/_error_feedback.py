@@ -13,11 +13,17 @@ from ._flatten import Layout
 from ._sparse_vector import SparseVector
 
 
-def accumulate(layout: Layout, residual: jax.Array | None, leaves: Sequence[jax.Array], keep: jax.Array) -> jax.Array:
-    """``acc``: the residual plus the gradient where ``keep``, in place of the residual when that may be overwritten."""
+def accumulate(
+    layout: Layout, residual: jax.Array | None, leaves: Sequence[jax.Array], keep: jax.Array, size: int
+) -> jax.Array:
+    """``acc``: the residual plus the gradient where ``keep``, in place of the residual when that may be overwritten.
+
+    It saturates at the largest float over the number of workers: a sum of finite gradients that became infinite would
+    stay in the residual for ever.
+    """
     if residual is None:
         return jnp.where(keep, layout.ravel(leaves), 0)
-    return layout.add_leaves(residual, leaves, keep)
+    return layout.add_leaves(residual, leaves, keep, limit=float(jnp.finfo(residual.dtype).max) / size)
 
 
 def retain(acc: jax.Array, delivered: SparseVector | jax.Array) -> jax.Array:

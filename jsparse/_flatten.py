@@ -60,14 +60,18 @@ class Layout:
             for (begin, end), shape, dtype in zip(windows, self.shapes, self.dtypes, strict=True)
         ]
 
-    def add_leaves(self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array) -> jax.Array:
-        """Adds each leaf into its window of the vector where ``keep``: in place, when the vector may be overwritten."""
+    def add_leaves(self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float) -> jax.Array:
+        """Adds each leaf into its window of the vector where ``keep``: in place, when the vector may be overwritten.
+
+        The result is clipped to magnitudes of at most ``limit``.
+        """
         # XLA:CPU updates a slice in place only where it reads the slice at the same index, and does not know that
         # index: with constant ones it runs over the whole vector for every leaf, a thousand times slower for all.
         zero = jnp.minimum(keep.astype(jnp.int32), 0)
         for leaf, begin in zip(leaves, self.offsets, strict=False):
             window = lax.dynamic_slice(vector, (begin + zero,), (leaf.size,))
             window += jnp.where(keep, leaf.reshape(-1).astype(self.dtype), 0)
+            window = jnp.clip(window, -limit, limit)
             vector = lax.dynamic_update_slice(vector, window, (begin + zero,))
         return vector
 

@@ -27,7 +27,7 @@ def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce
     References:
       Li and Hoefler, PPoPP 2022, section 5, "Dense" and "DenseOvlp".
     """
-    return SparseAllReduce(
+    return SparseAllReduce.of(
         Config(as_comm(comm), select=None, allreduce=Dense(), error_feedback=False, bucket_bytes=bucket_bytes)
     )
 
@@ -57,7 +57,7 @@ def topk_allgather(
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkA".
     """
-    return SparseAllReduce(
+    return SparseAllReduce.of(
         Config(as_comm(comm), select or TopK(density), TopkAllGather(), wire, scope=scope, dense_below=dense_below)
     )
 
@@ -94,6 +94,6 @@ def oktopk(
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
     """
     reduce = OkTopk(density, tau_threshold, tau_region, split, balance_above)
-    return SparseAllReduce(
+    return SparseAllReduce.of(
         Config(as_comm(comm), select or TopK(density), reduce, wire, scope=scope, dense_below=dense_below)
     )

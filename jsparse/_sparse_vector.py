@@ -66,8 +66,12 @@ class SparseVector:
         if words is None:
             words = varying_as(jnp.zeros(-(-self.n // bitmap.WORD), jnp.uint32), self.indices)
         if self.indices.ndim == 1:
-            return bitmap.mark(words, self.indices)
-        return lax.scan(lambda words, run: (bitmap.mark(words, run), None), words, self.indices)[0]
+            words = bitmap.mark(words, self.indices)
+        else:
+            words = lax.scan(lambda words, run: (bitmap.mark(words, run), None), words, self.indices)[0]
+        # The padding, n, may have marked bits of the last word.
+        used = self.n % bitmap.WORD
+        return words.at[-1].set(words[-1] & jnp.uint32(2**used - 1)) if used else words
 
     def merge(self, union: jax.Array | None = None) -> "SparseVector":
         """The same vector as one run: equal indices are summed in the order of their runs.
@@ -80,7 +84,8 @@ class SparseVector:
         union = self.union() if union is None else union
         capacity = min(self.values.size, self.n)
         indices, _ = bitmap.members(union, capacity, self.n)
-        places = SparseVector(self.values, bitmap.rank(union, self.indices), capacity)
+        ranks = jnp.where(self.indices < self.n, bitmap.rank(union, self.indices), capacity)
+        places = SparseVector(self.values, ranks, capacity)
         return SparseVector(places.to_dense(), indices, self.n)
 
     def concatenate(self, capacity: int) -> "SparseVector":
@@ -98,7 +103,7 @@ class SparseVector:
     def _place(self, places: jax.Array, capacity: int) -> "SparseVector":
         places = places.reshape(-1)
         values = jnp.zeros(capacity, self.values.dtype).at[places].set(self.values.reshape(-1), mode="drop")
-        indices = jnp.full(capacity, self.n).at[places].set(self.indices.reshape(-1), mode="drop")
+        indices = jnp.full(capacity, self.n, jnp.int32).at[places].set(self.indices.reshape(-1), mode="drop")
         return SparseVector(values, indices, self.n)
 
     def window(

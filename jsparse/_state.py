@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ._comm import AxisComm
 from ._per_worker import PerWorkerState
 from ._transform import SparseAllReduceState
 
@@ -27,20 +28,44 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axi
       The state as global arrays, placed as :func:`state_specs` says.
 
     Raises:
-      ValueError: the mesh lacks the axis, or the chain has a per-worker state that it does not know of.
+      ValueError: the mesh lacks the axis, or the chain would let replicas drift apart: a state that differs between
+        workers is not in :func:`jsparse.per_worker`, or an update is not alike on all of them.
     """
     check_axis(mesh, axis)
+    everywhere = PartitionSpec()
     specs: Any = None
 
     def probe(params):
         nonlocal specs
-        specs = state_specs(tx.init(params), axis)
+        state = tx.init(params)
+        specs = state_specs(state, axis)
+        _check_alike(tx, params, state, specs, AxisComm(axis))
         return jnp.zeros(())
 
-    everywhere = PartitionSpec()
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
     params = jax.device_put(params, NamedSharding(mesh, everywhere))
     return jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=everywhere, out_specs=specs))(params)
+
+
+def _check_alike(
+    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState, specs: Any, comm: AxisComm
+) -> None:
+    """Traces an update, and refuses it where what should be alike on all workers may differ, by its types."""
+    grads = comm.varying(jax.tree.map(jnp.zeros_like, params))
+    update = optax.with_extra_args_support(tx).update
+    updates, state = update(grads, state, params, value=jnp.zeros(()))
+
+    def check(path, leaf, spec, what):
+        if spec == PartitionSpec() and comm.may_differ(leaf):
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} differs between workers: it depends on gradients that no "
+                "all-reduce has made alike. Wrap what remembers gradients before the all-reduce in "
+                "jsparse.per_worker(...); let an all-reduce cover every parameter that is trained; and freeze others "
+                "before it, with optax.masked(optax.set_to_zero(), mask)"
+            )
+
+    jax.tree_util.tree_map_with_path(lambda path, leaf: check(path, leaf, PartitionSpec(), "the update "), updates)
+    jax.tree_util.tree_map_with_path(lambda path, leaf, spec: check(path, leaf, spec, "the state "), state, specs)
 
 
 def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
@@ -148,8 +173,8 @@ def find(opt_state: Any) -> SparseAllReduceState:
     found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]
     if len(found) != 1:
         raise ValueError(
-            f"the optimizer state holds {len(found)} states of a jsparse transformation; one is needed: put a preset "
-            "such as jsparse.oktopk(axis, density=0.01) into the chain, once"
+            f"the optimizer state holds {len(found)} states of a jsparse transformation; this reads one: pass a part "
+            "that holds one, and put a preset such as jsparse.oktopk(axis, density=0.01) into a chain that has none"
         )
     return found[0]
 
@@ -190,14 +215,14 @@ def _check_order(state: Any) -> None:
 
 
 def _remembers(state: Any) -> bool:
-    """Whether a state depends on gradients: whether it holds floats, injected hyperparameters apart."""
+    """Whether a state depends on gradients: whether it holds floats or flags, injected hyperparameters apart."""
     if isinstance(state, PerWorkerState):
         return False
     if hasattr(state, "hyperparams") and hasattr(state, "inner_state"):
         return _remembers(state.inner_state)
     children = _children(state)
     if children and children[0] is state:
-        return jnp.issubdtype(state.dtype, jnp.inexact)
+        return jnp.issubdtype(state.dtype, jnp.inexact) or state.dtype == bool
     return any(_remembers(child) for child in children)
 
 

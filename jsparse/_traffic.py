@@ -22,6 +22,8 @@ COLLECTIVES = {
     "ppermute": "ppermute",
     "reduce_scatter": "psum_scatter",
 }
+# Primitives that name an axis and send nothing.
+SILENT = {"axis_index", "pvary", "pcast", "pbroadcast"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,9 @@ class Traffic:
 def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | None = None) -> Traffic:
     """Reads off what one call of a function can send, without running it.
 
+    It sees the collectives that the program names. What the compiler adds to a program over sharded arrays, such as the
+    gradient's sum in a plain ``jit`` over a sharded batch, is not in the trace, and not counted.
+
     Args:
       fn: any function that JAX can trace, jitted or not: a training step, or an ``update`` inside one.
       *args: its arguments, or their shapes and types (``jax.ShapeDtypeStruct``).
@@ -112,8 +117,7 @@ def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | 
       Bytes and messages, in all and by collective and branch. Print it for a table.
 
     Raises:
-      NotImplementedError: a loop whose length is not known beforehand communicates, or a collective's cost is not
-        known.
+      NotImplementedError: a loop whose length is not known beforehand communicates, or a collective is not known.
 
     >>> t = traffic(lambda x: jax.lax.psum(x, "data"), jnp.ones(1000), axis_sizes={"data": 4})
     >>> t.bytes, t.messages
@@ -129,14 +133,16 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in COLLECTIVES:
-            axes = params.get("axes", params.get("axis_name"))
-            axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
-            size = math.prod(sizes[axis] for axis in axes)
+            axes = _axes(params)
+            groups = params.get("axis_index_groups")
+            size = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
             for operand in eqn.invars:
                 aval: Any = operand.aval
                 cost = collective_cost(COLLECTIVES[name], math.prod(aval.shape) * aval.dtype.itemsize, size)
                 payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
                 parts.append(Collective(COLLECTIVES[name], payload, axes, times, cost * times))
+        elif name not in SILENT and any(axis in sizes for axis in _axes(params)):
+            raise NotImplementedError(f"what {name!r} sends is not known; add it to COLLECTIVES in jsparse._traffic")
         elif name == "cond":
             branches = tuple(Traffic(tuple(_walk(_open(branch), sizes, times))) for branch in params["branches"])
             if any(branch.parts for branch in branches):
@@ -156,6 +162,12 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
                 )
             parts.extend(found)
     return parts
+
+
+def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The named axes over which a primitive runs; empty for most."""
+    axes = params.get("axes", params.get("axis_name"))
+    return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
 
 
 def _open(jaxpr: Any) -> core.Jaxpr:

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._comm import AxisComm, CommLike, as_comm
 from ._flatten import Layout
-from ._state import AxisName, check_axis, find, init, state_specs
+from ._state import AxisName, check_axis, init, state_specs
 
 
 def local_value_and_grad(
-    loss_fn: Callable[..., Any], axis: CommLike, *, argnums: int = 0, has_aux: bool = False
+    loss_fn: Callable[..., Any], axis: CommLike, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` of each worker's own loss, with each worker's own gradient.
 
@@ -27,7 +27,7 @@ def local_value_and_grad(
     Args:
       loss_fn: the worker's loss, without any psum or pmean over workers in it.
       axis: the mesh axis, or axes, along which the workers stand.
-      argnums: which argument to differentiate.
+      argnums: which argument, or arguments, to differentiate.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
 
     Returns:
@@ -38,7 +38,8 @@ def local_value_and_grad(
 
     def local(*args, **kwargs):
         args = list(args)
-        args[argnums] = comm.varying(args[argnums])
+        for i in (argnums,) if isinstance(argnums, int) else argnums:
+            args[i] = comm.varying(args[i])
         value, grads = value_and_grad(*args, **kwargs)
         return value, comm.varying(grads)
 
@@ -105,10 +106,11 @@ class TrainStep:
 
     def _check(self, batch: Any, key: jax.Array | None) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if not leaf.ndim or leaf.shape[0] % self._parts:
+            shape = jnp.shape(leaf)
+            if not shape or not shape[0] or shape[0] % self._parts:
                 raise ValueError(
-                    f"batch leaf {jax.tree_util.keystr(path)} has shape {leaf.shape}; its leading axis is divided "
-                    f"among workers and micro-batches, so its length must be a multiple of {self._parts}"
+                    f"batch leaf {jax.tree_util.keystr(path)} has shape {shape}; its leading axis is divided among "
+                    f"workers and micro-batches, so its length must be a positive multiple of {self._parts}"
                 )
         if (key is not None) != self._with_key:
             raise ValueError(
@@ -144,7 +146,8 @@ def train_step(
         synchronisation for all.
       model_state: what becomes of what the model keeps beside parameters, such as BatchNorm's statistics: averaged
         over the workers after each step (``"mean"``; its bytes are sent and counted), or kept by each worker for
-        itself (``"per_worker"``: leaves have a leading axis of P).
+        itself (``"per_worker"``: leaves have a leading axis of P; random keys among them are made different). A key in
+        a state that is averaged is the same on all workers: take ``with_key`` for dropout.
       with_key: whether ``loss_fn`` takes a random key.
       check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is.
 
@@ -200,7 +203,7 @@ def train_step(
         def add(carry, numbered):
             kept, total = carry
             kept, report, grads = micro_step(params, kept, numbered[1], key, numbered[0])
-            total = jax.tree.map(lambda t, g: t + g / micro_batches, total, grads)
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype) / micro_batches, total, grads)
             return (comm.varying(kept), total), report
 
         wide = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.result_type(p, jnp.float32)), params)
@@ -232,19 +235,41 @@ def train_step(
         step = jax.shard_map(
             local_step, mesh=mesh, in_specs=(specs, parted, whole), out_specs=(specs, whole), check_vma=check_vma
         )
+        if AxisType.Explicit in mesh.axis_types:
+            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, parted)), batch)
         state, (value, aux) = step(state, batch, key)
         return state, (value, aux) if has_aux else value
 
     def place(params, kept):
+        if (kept is None) != (model_state is None):
+            raise ValueError(
+                f"train_step was given model_state={model_state!r}, and init {'no' if kept is None else 'a'} model "
+                "state: say what becomes of one, or leave it out in both places"
+            )
+        params, kept = jax.tree.map(_strong_copy, (params, kept))
         if model_state == "per_worker":
-            kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), kept)
+            kept = jax.tree.map(functools.partial(_for_each, workers), kept)
         opt_state = init(tx, params, mesh, axis)
-        find(opt_state)
         state = TrainState(params, (), kept)
         placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), spec(())))
-        return jax.tree.map(jnp.copy, placed)._replace(opt_state=opt_state)
+        return placed._replace(opt_state=opt_state)
 
     return TrainStep(run, place, workers * micro_batches, with_key)
+
+
+def _strong_copy(x: Any) -> jax.Array:
+    """A copy that is not weakly typed: a step would return it so, and the next be compiled anew."""
+    x = jnp.asarray(x)
+    return jnp.copy(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.array(x, x.dtype)
+
+
+def _for_each(workers: int, x: jax.Array) -> jax.Array:
+    """A copy for each worker, stacked; of a random key, a different one for each."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.vmap(
+            lambda rank: jax.vmap(lambda key: jax.random.fold_in(key, rank))(x.reshape(-1)).reshape(x.shape)
+        )(jnp.arange(workers))
+    return jnp.broadcast_to(x, (workers, *x.shape))
 
 
 def _mean(comm: AxisComm, tree: Any) -> Any:

@@ -1,6 +1,7 @@
 """The gradient transformation: flatten, accumulate, select, reduce, average, unflatten."""
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -111,25 +112,19 @@ class Config:
 
 
 class SparseAllReduce(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that synchronises, and that can be asked how.
+    """A gradient transformation that synchronises, and that can be asked how."""
 
-    Attributes:
-      config: its configuration.
-    """
+    @staticmethod
+    def of(config: Config) -> "SparseAllReduce":
+        """The transformation of a configuration."""
+        init: Any = functools.partial(_init, config)
+        update: Any = functools.partial(_update, config)
+        return SparseAllReduce(init, update)
 
-    config: Config
-
-    def __new__(cls, config: Config) -> "SparseAllReduce":
-        def update_fn(updates, state, params=None, **extra_args):
-            del params, extra_args
-            return _update(config, updates, state)
-
-        def init_fn(params) -> Any:
-            return _init(config, params)
-
-        self = super().__new__(cls, init_fn, update_fn)
-        self.config = config
-        return self
+    @property
+    def config(self) -> Config:
+        """Its configuration."""
+        return self.init.args[0]  # type: ignore[attr-defined]
 
 
 def sparse_allreduce(
@@ -150,7 +145,8 @@ def sparse_allreduce(
     ``jax.pmap`` or ``jax.vmap(axis_name=...)``.
 
     A non-finite gradient on any worker makes the whole update NaN on all of them and leaves the state as it was, so
-    that ``optax.apply_if_finite`` around what *follows* can skip the step.
+    that ``optax.apply_if_finite`` around what *follows* can skip the step. (Where nothing is summed sparsely, there is
+    no state to spoil, and only the elements concerned become NaN.)
 
     Args:
       comm: a mesh axis name, a tuple of them (taken as one axis), or a :class:`Comm`.
@@ -177,7 +173,7 @@ def sparse_allreduce(
           optax.adam(1e-3),
       )
     """
-    return SparseAllReduce(Config(as_comm(comm), select, allreduce, wire, error_feedback, scope, dense_below))
+    return SparseAllReduce.of(Config(as_comm(comm), select, allreduce, wire, error_feedback, scope, dense_below))
 
 
 class Sums(NamedTuple):
@@ -215,7 +211,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     overflowed = delivered = updated = jnp.int32(0)
     for bucket, before in zip(buckets, state.buckets, strict=True):
         how = config.of(bucket)
-        x = acc = accumulate(bucket.layout, before.residual, bucket.of(leaves), ~bad)
+        x = acc = accumulate(bucket.layout, before.residual, bucket.of(leaves), ~bad, comm.size)
         chosen = before.select
         if how.select is not None:
             x, chosen = how.select(acc, chosen, step)
@@ -232,15 +228,20 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         totals.append(total)
         carried.append(BucketState(residual, chosen, reduce))
 
-    report = Report(overflowed, delivered, updated, jnp.asarray(comm.words), jnp.asarray(comm.messages))
+    report = Report(overflowed, delivered, updated, comm.words, comm.messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
     return Sums(buckets, totals, bad, comm.size), comm.varying(SparseAllReduceState(step, tuple(carried), report))
 
 
 def _update(
-    config: Config, updates: optax.Updates, state: SparseAllReduceState
+    config: Config,
+    updates: optax.Updates,
+    state: SparseAllReduceState,
+    params: optax.Params | None = None,
+    **extra_args,
 ) -> tuple[optax.Updates, SparseAllReduceState]:
+    del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
     sums, state = synchronise(config, updates, state)
     means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -296,7 +297,7 @@ def _check_state(buckets: list[Bucket], state: SparseAllReduceState) -> None:
     if len(had) != len(have) or any(h is not None and h != g for h, g in zip(had, have, strict=True)):
         raise ValueError(
             f"the state is for buckets of (length, type) {had}, the gradients make {have}: initialise the state with "
-            "parameters of the gradients' shapes and types"
+            "parameters of the gradients' shapes and types, for as many workers as there are here"
         )
 
 

@@ -62,7 +62,7 @@ def mark(words: jax.Array, indices: jax.Array) -> jax.Array:
 
     Args:
       words: the bitmap.
-      indices: int32, shape ``(m,)``, no index twice; one past the bitmap (a sparse vector's padding) is dropped.
+      indices: int32, shape ``(m,)``, no index twice; those past the bitmap are dropped.
 
     Returns:
       The bitmap with the indices' bits set.

@@ -21,6 +21,7 @@ ARGUMENTS = [
     (lambda: jsparse.oktopk(AXIS, density=0.1, tau_region=-1), "tau_region is -1"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, split="spin"), "split is 'spin'"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, balance_above=0.5), "balance_above is 0.5"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, balance_above=float("inf")), "balance_above is inf"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, scope="layer"), "scope is 'layer'"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, dense_below=-1), "dense_below is -1"),
     (lambda: jsparse.dense(AXIS, bucket_bytes=0), "bucket_bytes is 0"),

@@ -1,5 +1,7 @@
 """States that hold something for each worker: placed, read, saved and restored."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +133,11 @@ def test_dense_has_stats_and_no_residual():
             "micro_batches",
         ),
         (lambda: optax.apply_if_finite(jsparse.oktopk(AXIS, density=0.1), 3), "around what follows"),
+        (lambda: optax.chain(optax.zero_nans(), jsparse.oktopk(AXIS, density=0.1)), r"jsparse\.per_worker"),
+        (
+            lambda: optax.chain(optax.apply_if_finite(optax.clip(1.0), 3), jsparse.oktopk(AXIS, density=0.1)),
+            r"jsparse\.per_worker",
+        ),
     ],
 )
 def test_a_chain_that_would_go_wrong_is_refused(tx, message: str):
@@ -142,6 +149,33 @@ def test_a_chain_that_would_go_wrong_is_refused(tx, message: str):
         jsparse.state_specs(state, AXIS)
 
 
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (
+            lambda: optax.named_chain(("momentum", optax.trace(0.9)), ("sync", jsparse.oktopk(AXIS, density=0.1))),
+            r"the state \['momentum'\].*jsparse\.per_worker",
+        ),
+        (
+            lambda: optax.chain(optax.masked(jsparse.dense(AXIS), {name: name == "w" for name in transports.SHAPES})),
+            r"the update \['b'\].*cover every parameter",
+        ),
+        (lambda: optax.adam(0.1), "no all-reduce has made alike"),
+    ],
+)
+def test_what_would_let_replicas_drift_apart_is_refused(tx, message: str):
+    with pytest.raises(ValueError, match=message):
+        jsparse.init(tx(), transports.zeros(), transports.mesh(2), AXIS)
+
+
+def test_a_transform_survives_copying():
+    tx = jsparse.oktopk(AXIS, density=0.1)
+    for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, tx), tx._replace(update=tx.update)):
+        assert isinstance(copied, jsparse.SparseAllReduce)
+        assert copied.config == tx.config
+        jsparse.init(copied, transports.zeros(), transports.mesh(2), AXIS)
+
+
 def test_chains_that_are_fine_are_not_refused():
     mesh = transports.mesh(2)
     for tx in (
@@ -150,6 +184,8 @@ def test_chains_that_are_fine_are_not_refused():
         optax.chain(optax.add_decayed_weights(1e-4), jsparse.topk_allgather(AXIS, density=0.1), optax.sgd(0.1)),
         optax.chain(optax.inject_hyperparams(optax.scale)(step_size=0.1), jsparse.oktopk(AXIS, density=0.1)),
         optax.chain(jsparse.oktopk(AXIS, density=0.1), optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)),
+        optax.named_chain(("clip", optax.clip(1.0)), ("sync", jsparse.oktopk(AXIS, density=0.1))),
+        optax.chain(optax.masked(optax.set_to_zero(), {n: n == "b" for n in transports.SHAPES}), jsparse.dense(AXIS)),
         jsparse.oktopk(AXIS, density=0.1),
     ):
         state = jsparse.init(tx, transports.zeros(), mesh, AXIS)

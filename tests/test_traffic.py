@@ -71,6 +71,36 @@ def test_a_loop_of_unknown_length_is_refused():
         jsparse.traffic(program, jnp.ones(3), axis_sizes=SIZES)
 
 
+def test_groups_of_an_axis():
+    groups = [[0, 1], [2, 3]]
+    program = lambda x: lax.all_gather(x, AXIS, axis_index_groups=groups)  # noqa: E731
+    assert jsparse.traffic(program, jnp.ones(1000), axis_sizes=SIZES).bytes == 4000
+
+
+def test_a_collective_that_is_not_known_is_refused():
+    def program(x):
+        sizes = jnp.full(4, 2, jnp.int32)
+        offsets = jnp.arange(4, dtype=jnp.int32) * 2
+        return lax.ragged_all_to_all(x, x, offsets, sizes, offsets, sizes, axis_name=AXIS)
+
+    with pytest.raises(NotImplementedError, match="ragged_all_to_all"):
+        jsparse.traffic(program, jnp.ones(8), axis_sizes=SIZES)
+
+
+@pytest.mark.parametrize(
+    ("tx", "n", "size"),
+    [
+        (jsparse.dense(AXIS), 1_500_000_000, 64),
+        (jsparse.topk_allgather(AXIS, density=0.01), 1_000_000_000, 256),
+        (jsparse.oktopk(AXIS, density=0.01), 2**31 - 1, 8),
+    ],
+    ids=["dense", "topk", "oktopk"],
+)
+def test_the_longest_gradients_trace(tx: jsparse.SparseAllReduce, n: int, size: int):
+    grads = jax.ShapeDtypeStruct((n,), jnp.float32)
+    assert jsparse.traffic(lambda g: tx.update(g, tx.init(g)), grads, axis_sizes={AXIS: size}).bytes > 2**28
+
+
 @pytest.mark.parametrize("split", ["all_to_all", "rotate"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1000])
 def test_oktopk_keeps_its_bound(size: int, split: str):

@@ -172,6 +172,62 @@ def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
     jax.tree.map(np.testing.assert_array_equal, state.params, params())
 
 
+def test_a_mesh_of_explicit_axes():
+    """What ``jax.make_mesh`` makes, with batches that are not sharded."""
+    mesh = jax.make_mesh((SIZE,), (AXIS,))
+    step = jsparse.train_step(loss_fn, chain(1.0), mesh, AXIS)
+    state, _ = step(step.init(params()), data())
+    _, grads = jax.value_and_grad(loss_fn)(params(), data())
+    np.testing.assert_allclose(state.params["w"], params()["w"] - 0.1 * grads["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_weakly_typed_parameters_compile_once():
+    step = jsparse.train_step(loss_fn, chain(), transports.mesh(SIZE), AXIS)
+    state = step.init({"w": jnp.full((5, 7), 0.1), "v": jnp.full(7, 1.0)})
+    for seed in range(2):
+        state, _ = step(state, data(seed))
+    assert step._run._cache_size() == 1
+
+
+def test_keys_kept_per_worker_differ():
+    def noisy(params, batch, *, model_state):
+        key, now = jax.random.split(model_state["key"])
+        return loss_fn(params, batch), ({"key": key}, {"noise": jax.random.uniform(now)})
+
+    step = jsparse.train_step(noisy, chain(), transports.mesh(SIZE), AXIS, has_aux=True, model_state="per_worker")
+    state = step.init(params(), {"key": jax.random.key(0)})
+    state, _ = step(state, data())
+    assert len({tuple(row) for row in np.asarray(jax.random.key_data(state.model_state["key"])).tolist()}) == SIZE
+
+
+def test_narrow_gradients_are_not_lost_in_micro_batches():
+    tx = optax.chain(jsparse.oktopk(AXIS, density=1.0), optax.scale(-1.0))
+    step = jsparse.train_step(
+        lambda p, batch: jnp.sum(p * jnp.float16(6e-8)) + 0 * jnp.sum(batch),
+        tx,
+        transports.mesh(2),
+        AXIS,
+        micro_batches=4,
+    )
+    state, _ = step(step.init(jnp.zeros(3, jnp.float16)), np.ones((8, 1), np.float16))
+    np.testing.assert_array_equal(state.params, -jnp.full(3, 6e-8, jnp.float16))
+
+
+def test_two_all_reduces_for_different_parameters():
+    tx = optax.partition(
+        {
+            "sparse": optax.chain(jsparse.oktopk(AXIS, density=0.3), optax.adam(0.1)),
+            "dense": optax.chain(jsparse.dense(AXIS), optax.sgd(0.1)),
+        },
+        {"w": "sparse", "v": "dense"},
+    )
+    step = jsparse.train_step(loss_fn, tx, transports.mesh(SIZE), AXIS)
+    state, _ = step(step.init(params()), data())
+    with pytest.raises(ValueError, match="holds 2 states"):
+        jsparse.stats(state.opt_state)
+    assert jsparse.stats(state.opt_state.inner_states["sparse"]).selected.shape == (SIZE,)
+
+
 @pytest.mark.parametrize(
     ("make", "call", "message"),
     [
@@ -180,12 +236,16 @@ def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
         ({"model_state": "sum"}, None, "model_state is 'sum'"),
         ({"micro_batches": 5}, lambda step: step(step.init(params()), data()), "multiple of 20"),
         ({}, lambda step: step(step.init(params()), data(), jax.random.key(0)), "with_key=True"),
+        ({}, lambda step: step.init(params(), {"mean": jnp.zeros(3)}), "init a model state"),
+        ({"model_state": "mean"}, lambda step: step.init(params()), "init no model state"),
+        ({}, lambda step: step(step.init(params()), (np.zeros((0, 5)), np.zeros(0))), "positive multiple"),
+        ({}, lambda step: step(step.init(params()), (data()[0], 3.0)), "has shape ()"),
         ({"with_key": True}, lambda step: step(step.init(params()), data()), "with_key=True"),
-        ({"tx": optax.sgd(0.1)}, lambda step: step.init(params()), "holds 0 states"),
+        ({"tx": optax.sgd(0.1)}, lambda step: step.init(params()), "no all-reduce has made alike"),
         (
             {"tx": optax.chain(jsparse.dense(AXIS), jsparse.dense(AXIS))},
             lambda step: step.init(params()),
-            "holds 2 states",
+            "already summed",
         ),
     ],
 )

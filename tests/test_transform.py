@@ -156,6 +156,16 @@ def test_apply_if_finite_after_it_skips_the_step():
             assert (state[1].notfinite_count == 1).all()
 
 
+def test_finite_gradients_never_make_the_residual_infinite():
+    tx = jsparse.oktopk(AXIS, density=0.05)
+    state, update = vmapped(tx)
+    huge = np.full((SIZE, N), 3e38, np.float32)
+    for _ in range(4):
+        updates, state = update(transports.tree(huge), state)
+        assert np.isfinite(transports.flat(updates, SIZE)).all()
+    assert np.isfinite(state.buckets[0].residual).all()
+
+
 def test_one_executable_for_all_steps():
     """Invariant 5: no step compiles anew, whatever the data."""
     tx = jsparse.oktopk(AXIS, density=0.05, tau_threshold=2, tau_region=3)

@@ -25,6 +25,7 @@ that the bound allows, and what does not fit is not delivered, so that it stays 
 """
 
 import dataclasses
+import math
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -98,8 +99,8 @@ class OkTopk:
         check_steps("tau_region", self.tau_region)
         if self.split not in ("all_to_all", "rotate"):
             raise ValueError(f'split is {self.split!r}; choose "all_to_all" or "rotate"')
-        if not self.balance_above >= 1:
-            raise ValueError(f"balance_above is {self.balance_above}; a largest part is at least 1 (in k/P)")
+        if not 1 <= self.balance_above < math.inf:
+            raise ValueError(f"balance_above is {self.balance_above}; a largest part, in k/P, is at least 1 and finite")
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> OkTopkState:
         none = jnp.zeros(1, jnp.int32)
