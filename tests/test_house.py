@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import kernels_pallas
@@ -144,6 +144,7 @@ def loop():
         "np": np,
         "optax": optax,
         "Mesh": Mesh,
+        "NamedSharding": NamedSharding,
         "P": PartitionSpec,
         "jsparse": jsparse,
         "params": {"w": jnp.zeros((20, 1))},
