@@ -176,18 +176,8 @@ def train_step(
     workers = math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
     whole, parted = PartitionSpec(), PartitionSpec(axis)
 
-    def loss(params, batch, kept, key):
-        kwargs = ({"model_state": kept} if model_state else {}) | ({"key": key} if with_key else {})
-        out = loss_fn(params, batch, **kwargs)
-        if model_state:
-            value, rest = out
-            kept, aux = rest if has_aux else (rest, None)
-        else:
-            value, aux = out if has_aux else (out, None)
-            kept = None
-        return value, (kept, aux)
-
-    value_and_grad = local_value_and_grad(loss, axis, has_aux=True)
+    uniform = _uniform(loss_fn, has_aux=has_aux, has_model_state=model_state is not None, with_key=with_key)
+    value_and_grad = local_value_and_grad(uniform, axis, has_aux=True)
 
     def micro_step(params, kept, part, key, number):
         if with_key:
@@ -255,6 +245,25 @@ def train_step(
         return placed._replace(opt_state=opt_state)
 
     return TrainStep(run, place, workers * micro_batches, with_key)
+
+
+def _uniform(
+    loss_fn: Callable[..., Any], *, has_aux: bool, has_model_state: bool, with_key: bool
+) -> Callable[..., Any]:
+    """The loss function in one form: ``(params, batch, model_state, key) -> (loss, (model_state, aux))``."""
+
+    def uniform(params, batch, model_state, key):
+        kwargs = {"model_state": model_state} if has_model_state else {}
+        if with_key:
+            kwargs["key"] = key
+        out = loss_fn(params, batch, **kwargs)
+        if has_model_state:
+            loss, rest = out
+            return loss, rest if has_aux else (rest, None)
+        loss, aux = out if has_aux else (out, None)
+        return loss, (None, aux)
+
+    return uniform
 
 
 def _strong_copy(x: Any) -> jax.Array:

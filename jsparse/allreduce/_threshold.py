@@ -1,6 +1,7 @@
 """A threshold that selects k elements of a vector spread over the workers."""
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,29 +48,24 @@ def global_threshold(
     everyone = comm.all_gather(jnp.append(lax.bitcast_convert_type(told, jnp.int32), part))
     magnitudes, ranks = everyone[:, :-1], _ranks(everyone[:, -1])
 
-    # Counts are added up in units of 2**shift, so that no sum overflows.
+    # Counts are added up in units of 2**shift, so that no sum of them over the workers overflows.
     shift = max(0, (2 * k).bit_length() - 22, (2 * k * comm.size).bit_length() - 30)
-    units, wanted = ranks >> shift, k >> shift
+    wanted = k >> shift
+    curves = _Curves.through(magnitudes, ranks >> shift)
+
+    def refine(i, found):
+        candidate = found | (jnp.int32(1) << 30 - i)
+        return jnp.where(jnp.sum(curves.counts(candidate)) >= wanted, candidate, found)
+
+    between = lax.fori_loop(0, 31, refine, jnp.int32(0))
+    known = (between > 0) & (jnp.sum(curves.unknown(between)) <= wanted // UNCERTAIN)
     # Where the magnitude of a rank is 0, fewer elements than that are left: if that makes k of all, take all.
     most = jnp.min(jnp.where(magnitudes > 0, min(2 * k, 2**31 - 2**12), ranks), axis=1)
     everything = jnp.sum((most + (1 << shift) - 1) >> shift) <= wanted
 
-    corners = [magnitudes[:, 0]]
-    for column in range(1, magnitudes.shape[1]):
-        corners.append(jnp.where(magnitudes[:, column] > 0, magnitudes[:, column], corners[-1] - OCTAVE))
-
-    def refine(i, found):
-        candidate = found | (jnp.int32(1) << 30 - i)
-        return jnp.where(jnp.sum(_counts(candidate, corners, units)) >= wanted, candidate, found)
-
-    between = lax.fori_loop(0, 31, refine, jnp.int32(0))
-    unknown = jnp.where(between < corners[-1], units[:, -1], 0)
-    unknown += jnp.where(between > corners[0], units[:, 0] // 2, 0)
-    known = (between > 0) & (jnp.sum(unknown) <= wanted // UNCERTAIN)
-
     def estimate():
         threshold = lax.bitcast_convert_type(jnp.where(everything, 0, between), jnp.float32)
-        counts = (_counts(between, corners, units) + 1) << shift
+        counts = (curves.counts(between) + 1) << shift
         # A little more than was interpolated, so that the messages chosen by it are long enough.
         return threshold.astype(values.dtype), jnp.where(everything, most, counts + (counts >> 5) + 1)
 
@@ -88,21 +84,45 @@ def _ranks(part: jax.Array) -> jax.Array:
     return jnp.stack([jnp.maximum(rank, i) for i, rank in enumerate(each, 1)], axis=-1)
 
 
-def _counts(threshold: jax.Array, corners: list[jax.Array], ranks: jax.Array) -> jax.Array:
-    """Each worker's count above a threshold (in bits) by its curve, which is linear between what it told.
+class _Curves(NamedTuple):
+    """Each worker's count above a threshold, as it follows from what the worker told.
 
-    Above the first corner it falls to nothing within an octave; below the last it stays.
+    Linear between corners; above the first it falls to nothing within an octave; below the last it stays.
+
+    Attributes:
+      corners: descending thresholds, as the bits of a float32; each has shape ``(P,)``.
+      ranks: the counts there, ascending, below ``2**22``; likewise.
     """
 
-    def part(amount: jax.Array, above: jax.Array, width: jax.Array) -> jax.Array:
-        fine = jnp.where(width >= 2**22, 9, 0)
-        fraction = (jnp.clip(above, 0, width) >> fine) * 256 // jnp.maximum(width >> fine, 1)
-        return amount * fraction >> 8
+    corners: list[jax.Array]
+    ranks: list[jax.Array]
 
-    counts = ranks[:, 0] - part(ranks[:, 0], threshold - corners[0], jnp.full_like(corners[0], OCTAVE))
-    for i, (upper, lower) in enumerate(itertools.pairwise(corners)):
-        counts += part(ranks[:, i + 1] - ranks[:, i], upper - threshold, upper - lower)
-    return counts
+    @staticmethod
+    def through(magnitudes: jax.Array, ranks: jax.Array) -> "_Curves":
+        """From bits and ranks of shape ``(P, 5)``. A magnitude of 0 says nothing: an octave's fall takes its place."""
+        corners = [magnitudes[:, 0]]
+        for told in magnitudes.T[1:]:
+            corners.append(jnp.where(told > 0, told, corners[-1] - OCTAVE))
+        return _Curves(corners, list(ranks.T))
+
+    def counts(self, threshold: jax.Array) -> jax.Array:
+        """Shape ``(P,)``, never rising with the threshold."""
+        first = self.corners[0]
+        counts = self.ranks[0] - _share(self.ranks[0], threshold - first, jnp.full_like(first, OCTAVE))
+        for i, (upper, lower) in enumerate(itertools.pairwise(self.corners)):
+            counts += _share(self.ranks[i + 1] - self.ranks[i], upper - threshold, upper - lower)
+        return counts
+
+    def unknown(self, threshold: jax.Array) -> jax.Array:
+        """How many elements of each worker, about, its curve may leave out: shape ``(P,)``."""
+        below = jnp.where(threshold < self.corners[-1], self.ranks[-1], 0)
+        return below + jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
+
+
+def _share(amount: jax.Array, part: jax.Array, whole: jax.Array) -> jax.Array:
+    """``amount * part / whole``, with ``part`` clipped to [0, whole] and the quotient in steps of 1/256."""
+    fine = jnp.where(whole >= 2**22, 9, 0)
+    return amount * ((jnp.clip(part, 0, whole) >> fine) * 256 // jnp.maximum(whole >> fine, 1)) >> 8
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:
