@@ -26,6 +26,7 @@ from examples import data, report
 ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
     "topk_allgather": lambda density: jsparse.topk_allgather("workers", density=density),
+    "gaussiank": lambda density: jsparse.gaussiank("workers", density=density),
     "oktopk": lambda density: jsparse.oktopk("workers", density=density),
 }
 OPTIMIZERS = {

@@ -5,7 +5,7 @@ from typing import Literal
 from ._comm import CommLike, as_comm
 from ._transform import Config, SparseAllReduce
 from .allreduce import Dense, OkTopk, TopkAllGather
-from .select import Selector, TopK
+from .select import GaussianThreshold, Selector, TopK
 from .wire import Full, Wire
 
 
@@ -59,6 +59,42 @@ def topk_allgather(
     """
     return SparseAllReduce.of(
         Config(as_comm(comm), select or TopK(density), TopkAllGather(), wire, scope=scope, dense_below=dense_below)
+    )
+
+
+def gaussiank(
+    comm: CommLike,
+    *,
+    density: float,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """Gaussian-k: what lies in the tails of a fitted normal distribution, gathered everywhere.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      select: the selector; ``select.GaussianThreshold(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker: more than dense from about ``P = n / k`` on.
+
+    References:
+      Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019; Li and Hoefler, PPoPP 2022,
+      Table 1, "Gaussiank", and section 5.4.
+    """
+    return topk_allgather(
+        comm,
+        density=density,
+        select=select or GaussianThreshold(density),
+        wire=wire,
+        scope=scope,
+        dense_below=dense_below,
     )
 
 

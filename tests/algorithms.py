@@ -63,6 +63,12 @@ ROWS = [
         lambda comm, density: jsparse.topk_allgather(comm, density=density, scope="leaf"),
         sizes=(3,),
     ),
+    Row(
+        "gaussiank",
+        lambda comm, density: jsparse.gaussiank(comm, density=density),
+        oracles.gaussiank,
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+    ),
     Row("oktopk", oktopk(), oracles.oktopk, bound=oktopk_bound),
     Row(
         "oktopk-often",

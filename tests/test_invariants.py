@@ -61,6 +61,8 @@ def expected(row: Row, step: Step) -> oracles.Expected | None:
     if row.oracle is oracles.oktopk:
         arguments["starts"] = np.asarray(step.before.buckets[0].reduce.starts)[0]
         arguments["threshold"] = np.asarray(step.after.buckets[0].reduce.threshold)[0, 0]
+    if row.oracle is oracles.gaussiank:
+        arguments["threshold"] = np.asarray(step.after.buckets[0].select.threshold)[:, 0]
     return row.oracle(step.acc, density=DENSITY, step=step.number, **arguments)
 
 

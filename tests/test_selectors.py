@@ -10,12 +10,18 @@ import rich.progress
 
 import jsparse
 from examples import data, train
-from jsparse.select import FixedThreshold, ReusedThreshold, SampledThreshold, TopK
+from jsparse.select import FixedThreshold, GaussianThreshold, ReusedThreshold, SampledThreshold, TopK
 
 N = 40_000
 DENSITY = 0.01
 K = 400
-SELECTORS = [TopK(DENSITY), SampledThreshold(DENSITY), ReusedThreshold(DENSITY), FixedThreshold(2.0, DENSITY)]
+SELECTORS = [
+    TopK(DENSITY),
+    SampledThreshold(DENSITY),
+    ReusedThreshold(DENSITY),
+    GaussianThreshold(DENSITY),
+    FixedThreshold(2.0, DENSITY),
+]
 
 
 def run(select, gradients, delivered_share: float):
@@ -59,6 +65,22 @@ def test_the_count_stays_near_k_for_200_steps(select, limit: float, share: float
     selected = [int(state.selected[0]) for *_, state in run(select, gradients(200), share)]
     assert np.mean(np.abs(np.array(selected) / K - 1)) <= limit
     assert max(selected) <= 2 * K
+
+
+@pytest.mark.parametrize("name", ["gaussian", "short tails", "heavy tails", "huge"])
+def test_gaussian_selects_at_least_three_quarters_of_k(name: str):
+    rng = np.random.default_rng(0)
+    acc = {
+        "gaussian": rng.standard_normal(N),
+        "short tails": rng.uniform(-1, 1, N),
+        "heavy tails": rng.standard_t(1, N),
+        "huge": rng.standard_normal(N) * 1e30,
+    }[name].astype(np.float32)
+    select = GaussianThreshold(DENSITY)
+    _, state = select(jnp.asarray(acc), select.init(N, jnp.float32), jnp.int32(0))
+    assert state.selected[0] >= 0.75 * K
+    if name == "gaussian":
+        assert abs(int(state.selected[0]) / K - 1) < 0.2
 
 
 def test_reuse_counts_instead_of_searching():

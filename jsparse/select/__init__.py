@@ -2,12 +2,14 @@
 
 from ._base import Selector, SelectorState
 from .fixed import FixedThreshold
+from .gaussian import GaussianThreshold
 from .reused import ReusedThreshold, ReusedThresholdState
 from .sampled import SampledThreshold
 from .top_k import TopK
 
 __all__ = [
     "FixedThreshold",
+    "GaussianThreshold",
     "ReusedThreshold",
     "ReusedThresholdState",
     "SampledThreshold",
