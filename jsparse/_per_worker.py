@@ -26,7 +26,8 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
       tx: the transformation.
 
     Returns:
-      The same transformation with its state laid out per worker.
+      The same transformation with its state laid out per worker. Initialise it by :func:`jsparse.init`: a state made
+      inside ``shard_map(check_vma=True)`` is typed as alike on all workers until its first update.
 
     Example (momentum correction)::
 

@@ -127,6 +127,7 @@ def forms(n: int, k: int, density: float) -> list[Form]:
         Form("TopK", top, selector(select.TopK(density))),
         Form("SampledThreshold", "about k largest", selector(select.SampledThreshold(density))),
         Form("ReusedThreshold", "about k largest", selector(select.ReusedThreshold(density))),
+        Form("GaussianThreshold", "about k largest", selector(select.GaussianThreshold(density))),
         Form("kth_magnitude", threshold, lambda x, _: kernels_pallas.kth_magnitude(x, k)),
         Form("jnp.nonzero(size=k)", above, nonzero),
         Form("select_above", above, lambda x, threshold: kernels_pallas.select_above(x, threshold, k)[1:]),
