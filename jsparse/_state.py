@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels_pallas import varying_axes
+
 from ._comm import AxisComm
 from ._per_worker import PerWorkerState
 from ._transform import SparseAllReduceState
@@ -39,7 +41,7 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axi
         nonlocal specs
         state = tx.init(params)
         specs = state_specs(state, axis)
-        _check_alike(tx, params, state, specs, AxisComm(axis))
+        _check_alike(tx, params, state, specs, axis)
         return jnp.zeros(())
 
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
@@ -48,15 +50,16 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axi
 
 
 def _check_alike(
-    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState, specs: Any, comm: AxisComm
+    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState, specs: Any, axis: AxisName
 ) -> None:
     """Traces an update, and refuses it where what should be alike on all workers may differ, by its types."""
-    grads = comm.varying(jax.tree.map(jnp.zeros_like, params))
+    grads = AxisComm(axis).varying(jax.tree.map(jnp.zeros_like, params))
+    axes = {axis} if isinstance(axis, str) else set(axis)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, value=jnp.zeros(()))
 
     def check(path, leaf, spec, what):
-        if spec == PartitionSpec() and comm.may_differ(leaf):
+        if spec == PartitionSpec() and varying_axes(leaf) & axes:
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} differs between workers: it depends on gradients that no "
                 "all-reduce has made alike. Wrap what remembers gradients before the all-reduce in "

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import scenarios
@@ -166,6 +166,13 @@ def test_a_chain_that_would_go_wrong_is_refused(tx, message: str):
 def test_what_would_let_replicas_drift_apart_is_refused(tx, message: str):
     with pytest.raises(ValueError, match=message):
         jsparse.init(tx(), transports.zeros(), transports.mesh(2), AXIS)
+
+
+def test_an_all_reduce_over_one_axis_of_two_is_refused():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))
+    for tx in (jsparse.dense("hosts"), jsparse.topk_allgather("hosts", density=0.1)):
+        with pytest.raises(ValueError, match="no all-reduce has made alike"):
+            jsparse.init(tx, transports.zeros(), mesh, ("hosts", "devices"))
 
 
 def test_a_transform_survives_copying():

@@ -7,16 +7,16 @@ Algorithm 1 of the paper, line by line::
      3      local_th = th_re_evaluate(gradient, k)         (jsparse.select.TopK, SampledThreshold or
      4                                                      ReusedThreshold)
      5  if (t-1) mod tau == 0:                           OkTopk.__call__
-     6      boundaries = space_repartition(...)            _repartition
+     6      boundaries = space_repartition(...)            _space_repartition
      7
      8  reduced_topk, local_topk_indexes
             = split_and_reduce(...)                      _split_and_reduce
-     9  if (t-1) mod tau' == 0:                          _global_threshold
+     9  if (t-1) mod tau' == 0:                          global_threshold
     10      all_reduced_topk = allgatherv(reduced_topk)    (a distributed search, which sends 62 words, not all of it)
     11      global_th = th_re_evaluate(..., k)
     12
     13  u_t, global_topk_indexes
-            = balance_and_allgatherv(...)                _balance_and_allgather
+            = balance_and_allgatherv(...)                gather_parts
     14  indexes = local_topk_indexes ∩ global_topk_indexes
     15  return u_t, indexes
 

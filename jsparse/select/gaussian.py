@@ -53,13 +53,18 @@ class GaussianThreshold:
         # What overflowed while it was squared, too.
         threshold = jnp.where(estimate < largest, estimate, largest)
 
-        threshold = _scale(acc, threshold, 1 / SCALE, lambda count: count > 4 / 3 * k)
-        threshold = _scale(acc, threshold, SCALE, lambda count: count < 3 / 4 * k)
+        raised = _scale(acc, (threshold, count_above(acc, threshold)), 1 / SCALE, lambda count: count > 4 / 3 * k)
+        threshold, _ = _scale(acc, raised, SCALE, lambda count: count < 3 / 4 * k)
         return take_above(acc, threshold, self.density, step)
 
 
-def _scale(acc: jax.Array, threshold: jax.Array, factor: float, outside: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Multiplies the threshold while the count is outside."""
+def _scale(
+    acc: jax.Array,
+    start: tuple[jax.Array, jax.Array],
+    factor: float,
+    outside: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Multiplies the threshold, the first of ``(threshold, count)``, while the count is outside."""
 
     def proceed(carry):
         number, _, count = carry
@@ -70,5 +75,5 @@ def _scale(acc: jax.Array, threshold: jax.Array, factor: float, outside: Callabl
         threshold = factor * threshold
         return number + 1, threshold, count_above(acc, threshold)
 
-    start = (varying_as(jnp.int32(0), acc), threshold, count_above(acc, threshold))
-    return lax.while_loop(proceed, scale, start)[1]
+    _, threshold, count = lax.while_loop(proceed, scale, (varying_as(jnp.int32(0), acc), *start))
+    return threshold, count
