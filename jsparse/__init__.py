@@ -3,7 +3,7 @@
 from . import allreduce, select, wire
 from ._comm import AxisComm, Comm
 from ._per_worker import PerWorkerState, per_worker
-from ._presets import dense, gaussiank, oktopk, topk_allgather
+from ._presets import dense, gaussiank, gtopk, oktopk, topk_allgather
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
@@ -26,6 +26,7 @@ __all__ = [
     "apply_sparse",
     "dense",
     "gaussiank",
+    "gtopk",
     "init",
     "local_value_and_grad",
     "oktopk",

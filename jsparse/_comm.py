@@ -24,6 +24,11 @@ class Comm(Protocol):
         """P, the number of workers."""
         ...
 
+    @property
+    def typed(self) -> bool:
+        """Whether types tell what is alike on all workers."""
+        ...
+
     def rank(self) -> jax.Array:
         """This worker's number, from 0: int32 scalar."""
         ...
@@ -92,6 +97,10 @@ class AxisComm:
                 "whole step, jsparse.train_step"
             ) from error
 
+    @property
+    def typed(self) -> bool:
+        return bool(self._axes)
+
     def rank(self) -> jax.Array:
         return lax.axis_index(self.axis)
 
@@ -102,14 +111,21 @@ class AxisComm:
         return lax.pmax(self.varying(x), self.axis)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        to = "invarying" if self._axes else "varying"
+        to = "invarying" if self.typed else "varying"
         return lax.all_gather(self.varying(x), self.axis, to=to)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         return lax.all_to_all(self.varying(x), self.axis, split_axis=0, concat_axis=0)
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        return lax.ppermute(self.varying(x), self.axis, perm)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if self._names <= set(manual):
+            return lax.ppermute(self.varying(x), self.axis, perm)
+        # vmap wants every worker to send and receive: those that have no part in it do so among themselves.
+        senders, targets = ({pair[side] for pair in perm} for side in (0, 1))
+        idle = [[rank for rank in range(self.size) if rank not in busy] for busy in (senders, targets)]
+        moved = lax.ppermute(x, self.axis, [*perm, *zip(*idle, strict=True)])
+        return jnp.where(jnp.array([rank in targets for rank in range(self.size)])[self.rank()], moved, 0)
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
         if replicated:
@@ -128,6 +144,10 @@ class AxisComm:
 
     def may_differ(self, x: jax.Array) -> bool:
         return self._axes <= varying_axes(x)
+
+    @property
+    def _names(self) -> set[str]:
+        return {self.axis} if isinstance(self.axis, str) else set(self.axis)
 
     @property
     def _axes(self) -> frozenset[str]:
@@ -190,6 +210,7 @@ class Metered:
     def __init__(self, comm: Comm):
         self._comm = comm
         self.size = comm.size
+        self.typed = comm.typed
         self.rank = comm.rank
         self.varying = comm.varying
         self.may_differ = comm.may_differ

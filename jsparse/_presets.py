@@ -4,7 +4,7 @@ from typing import Literal
 
 from ._comm import CommLike, as_comm
 from ._transform import Config, SparseAllReduce
-from .allreduce import Dense, OkTopk, TopkAllGather
+from .allreduce import AllReduce, Dense, GTopk, OkTopk, TopkAllGather
 from .select import GaussianThreshold, Selector, TopK
 from .wire import Full, Wire
 
@@ -57,9 +57,7 @@ def topk_allgather(
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkA".
     """
-    return SparseAllReduce.of(
-        Config(as_comm(comm), select or TopK(density), TopkAllGather(), wire, scope=scope, dense_below=dense_below)
-    )
+    return _sparse(comm, density, TopkAllGather(), select, wire, scope, dense_below)
 
 
 def gaussiank(
@@ -130,6 +128,50 @@ def oktopk(
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
     """
     reduce = OkTopk(density, tau_threshold, tau_region, split, balance_above)
-    return SparseAllReduce.of(
-        Config(as_comm(comm), select or TopK(density), reduce, wire, scope=scope, dense_below=dense_below)
-    )
+    return _sparse(comm, density, reduce, select, wire, scope, dense_below)
+
+
+def gtopk(
+    comm: CommLike,
+    *,
+    density: float,
+    topology: Literal["butterfly", "tree", "allgather"] = "butterfly",
+    put_back: Literal["exact", "paper"] = "exact",
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """gTop-k: the k largest elements of the sum of the workers' top-k, merged in pairs.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      topology, put_back: as in :class:`jsparse.allreduce.GTopk`.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2k log P`` words and ``log P`` messages a worker; twice that for the published tree.
+
+    References:
+      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
+      ICDCS 2019.
+    """
+    return _sparse(comm, density, GTopk(topology, put_back), select, wire, scope, dense_below)
+
+
+def _sparse(
+    comm: CommLike,
+    density: float,
+    reduce: AllReduce,
+    select: Selector | None,
+    wire: Wire,
+    scope: Literal["global", "leaf"],
+    dense_below: int,
+) -> SparseAllReduce:
+    """A sparse all-reduce with top-k, unless another selector is given."""
+    select = TopK(density) if select is None else select
+    return SparseAllReduce.of(Config(as_comm(comm), select, reduce, wire, scope=scope, dense_below=dense_below))

@@ -73,6 +73,10 @@ class SparseVector:
         used = self.n % bitmap.WORD
         return words.at[-1].set(words[-1] & jnp.uint32(2**used - 1)) if used else words
 
+    def beside(self, other: "SparseVector") -> "SparseVector":
+        """Two runs of the same capacity as one vector of two runs: their sum, not yet merged."""
+        return jax.tree.map(lambda a, b: jnp.stack([a, b]), self, other)
+
     def merge(self, union: jax.Array | None = None) -> "SparseVector":
         """The same vector as one run: equal indices are summed in the order of their runs.
 

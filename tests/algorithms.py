@@ -88,6 +88,28 @@ ROWS = [
         sizes=(2, 7),
         bound=oktopk_bound,
     ),
+    Row(
+        "gtopk",
+        lambda comm, density: jsparse.gtopk(comm, density=density),
+        oracles.gtopk,
+        bound=lambda n, k, size: 2 * k * (size.bit_length() + 1) + -(-k // 32) + 4,
+    ),
+    Row(
+        "gtopk-tree",
+        lambda comm, density: jsparse.gtopk(comm, density=density, topology="tree"),
+        oracles.gtopk,
+        (3, 8),
+        bound=lambda n, k, size: 4 * k * (size - 1).bit_length() + 4,
+        oracle_args={"topology": "tree"},
+    ),
+    Row(
+        "gtopk-allgather",
+        lambda comm, density: jsparse.gtopk(comm, density=density, topology="allgather"),
+        oracles.gtopk,
+        (3, 8),
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        oracle_args={"topology": "allgather"},
+    ),
     Row("oktopk-leaf", oktopk(scope="leaf", dense_below=10), sizes=(3,)),
     Row(
         "general",

@@ -72,6 +72,58 @@ def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndar
     return Expected(_ordered_sum(delivered), delivered)
 
 
+def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_) -> Expected:
+    """gTop-k, each worker's elements followed through the merges one by one: what is cut is cut from those it came of.
+
+    In the published tree a worker that receives keeps what it cuts, of whomever it came.
+    """
+    workers, n = accs.shape
+    k = max(1, round(density * n))
+    sent = np.zeros_like(accs)
+    for worker, acc in enumerate(accs):
+        chosen = top_k(acc, k)
+        sent[worker, chosen] = acc[chosen]
+
+    # Each group of workers that have met: what each of its members has put into the group's vector.
+    groups = {worker: {worker: sent[worker].copy()} for worker in range(workers)}
+    delivered = sent.copy()
+
+    def value(group):
+        return _ordered_sum([part.astype(np.float64) for _, part in sorted(group.items())]).astype(accs.dtype)
+
+    def meet(a, b, keeper=None):
+        whole = {**groups[a], **groups[b]}
+        # Integers are exact in any order; else the order is that of the pairs.
+        kept = np.zeros(n, bool)
+        kept[top_k(value(whole), k)] = True
+        if keeper is not None:
+            delivered[keeper] -= np.where(kept, 0, value(whole))
+        return {worker: np.where(kept, part, 0) for worker, part in whole.items()}
+
+    if topology == "allgather":
+        everyone = {worker: sent[worker] for worker in range(workers)}
+        kept = top_k(value(everyone), k)
+        delivered = np.zeros_like(accs)
+        delivered[:, kept] = sent[:, kept]
+        return Expected(_ordered_sum(delivered), delivered)
+    if topology == "tree":
+        distance = 1
+        while distance < workers:
+            for rank in range(0, workers - distance, 2 * distance):
+                groups[rank] = meet(rank, rank + distance, keeper=rank)
+            distance *= 2
+        return Expected(value(groups[0]), delivered)
+    power = 2 ** int(np.log2(workers))
+    for guest in range(power, workers):
+        groups[guest - power] = meet(guest - power, guest)
+    distance = 1
+    while distance < power:
+        groups |= {rank: meet(rank, rank ^ distance) for rank in range(power)}
+        distance *= 2
+    delivered = np.stack([groups[0][worker] for worker in range(workers)])
+    return Expected(value(groups[0]), delivered)
+
+
 def oktopk(
     accs: np.ndarray,
     *,

@@ -157,7 +157,17 @@ def test_transports_give_the_same_bits(row: Row, transport: str, size: int):
     for ours, theirs in zip(run(row, size, gradients), run(row, size, gradients, transport), strict=True):
         np.testing.assert_array_equal(ours.updates, theirs.updates)
         np.testing.assert_array_equal(ours.residual, theirs.residual)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours.after, theirs.after)
+        if transport == "shard_map":
+            # To type a result as alike on all workers may take one more exchange.
+            assert (theirs.after.report.words >= ours.after.report.words).all()
+            ours, theirs = without_traffic(ours.after), without_traffic(theirs.after)
+        else:
+            ours, theirs = ours.after, theirs.after
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+
+
+def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllReduceState:
+    return state._replace(report=state.report._replace(words=0, messages=0))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

@@ -2,7 +2,8 @@
 
 from ._base import AllReduce
 from .dense import Dense
+from .gtopk import GTopk
 from .oktopk import OkTopk, OkTopkState
 from .topk_allgather import TopkAllGather
 
-__all__ = ["AllReduce", "Dense", "OkTopk", "OkTopkState", "TopkAllGather"]
+__all__ = ["AllReduce", "Dense", "GTopk", "OkTopk", "OkTopkState", "TopkAllGather"]

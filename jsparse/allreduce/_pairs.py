@@ -1,0 +1,64 @@
+"""Exchanges between pairs of workers."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._comm import Comm
+from .._sparse_vector import SparseVector
+from ..wire import Wire
+
+T = TypeVar("T")
+Pairs = Sequence[tuple[int, int]]
+
+
+def butterfly(size: int) -> tuple[Pairs, list[Pairs], Pairs]:
+    """Who sends to whom, so that everyone hears from everyone, directly or not.
+
+    Returns:
+      ``(into, rounds, out)``: workers beyond a power of two first send to others (``into``), which send back to them
+      at the end (``out``); in between, in each of ``rounds``, the others exchange in pairs. Partners of a round have
+      heard from the same number of workers, and none from the same.
+
+    >>> butterfly(5)
+    ([(4, 0)], [[(0, 1), (1, 0), (2, 3), (3, 2)], [(0, 2), (1, 3), (2, 0), (3, 1)]], [(0, 4)])
+    """
+    rounds = size.bit_length() - 1
+    power = 1 << rounds
+    into = [(power + guest, guest) for guest in range(size - power)]
+    exchanges = [[(rank, rank ^ 1 << t) for rank in range(power)] for t in range(rounds)]
+    return into, exchanges, [(host, guest) for guest, host in into]
+
+
+def receives(comm: Comm, pairs: Pairs) -> jax.Array:
+    """Whether this worker is the second of a pair: bool scalar."""
+    targets = {target for _, target in pairs}
+    return jnp.array([rank in targets for rank in range(comm.size)])[comm.rank()]
+
+
+def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Wire) -> SparseVector:
+    """What the first of a pair sends to this worker, as its second; nothing, if it is none."""
+    arrived = wire.decode(comm.ppermute(wire.encode(x), pairs), x.n, x.values.dtype)
+    return arrived if len(pairs) == comm.size else arrived.where(receives(comm, pairs))
+
+
+def choose(first: jax.Array, a: T, b: T) -> T:
+    """``a`` where ``first``, else ``b``."""
+    return jax.tree.map(lambda x, y: jnp.where(first, x, y), a, b)
+
+
+def replicate(comm: Comm, x: T, wire: Wire) -> T:
+    """``x``, a run or a dense vector that is alike on all workers, typed so.
+
+    What has come through a ``ppermute`` can't be typed as alike. Where types tell (``check_vma=True``), each worker
+    gives a part of what all of them have, and they gather it: ``(P-1)/P`` of its length.
+    """
+    if not comm.typed:
+        return x
+    if isinstance(x, SparseVector):
+        return wire.decode(replicate(comm, wire.encode(x), wire), x.n, x.values.dtype)
+    part = -(-x.shape[0] // comm.size)
+    parts = jnp.pad(x, (0, part * comm.size - x.shape[0])).reshape(comm.size, part)
+    return comm.all_gather(parts[comm.rank()]).reshape(-1)[: x.shape[0]]
