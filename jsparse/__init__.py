@@ -3,7 +3,17 @@
 from . import allreduce, select, wire
 from ._comm import AxisComm, Comm
 from ._per_worker import PerWorkerState, per_worker
-from ._presets import dense, gaussiank, gtopk, oktopk, topk_allgather
+from ._presets import (
+    dense,
+    dsar_split_allgather,
+    gaussiank,
+    gtopk,
+    oktopk,
+    ssar_recursive_doubling,
+    ssar_split_allgather,
+    topk_allgather,
+    topk_dsa,
+)
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
@@ -25,6 +35,7 @@ __all__ = [
     "allreduce",
     "apply_sparse",
     "dense",
+    "dsar_split_allgather",
     "gaussiank",
     "gtopk",
     "init",
@@ -34,10 +45,13 @@ __all__ = [
     "residual",
     "select",
     "sparse_allreduce",
+    "ssar_recursive_doubling",
+    "ssar_split_allgather",
     "state_specs",
     "stats",
     "sync",
     "topk_allgather",
+    "topk_dsa",
     "traffic",
     "train_step",
     "wire",

@@ -4,7 +4,16 @@ from typing import Literal
 
 from ._comm import CommLike, as_comm
 from ._transform import Config, SparseAllReduce
-from .allreduce import AllReduce, Dense, GTopk, OkTopk, TopkAllGather
+from .allreduce import (
+    AllReduce,
+    Dense,
+    DsarSplitAllGather,
+    GTopk,
+    OkTopk,
+    SsarRecursiveDoubling,
+    SsarSplitAllGather,
+    TopkAllGather,
+)
 from .select import GaussianThreshold, Selector, TopK
 from .wire import Full, Wire
 
@@ -161,6 +170,123 @@ def gtopk(
       ICDCS 2019.
     """
     return _sparse(comm, density, GTopk(topology, put_back), select, wire, scope, dense_below)
+
+
+def topk_dsa(
+    comm: CommLike,
+    *,
+    density: float,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """TopkDSA: SparCML's dynamic sparse all-reduce of the workers' top-k, by regions, sparse until it fills in.
+
+    The algorithm of :func:`ssar_split_allgather`, by the name under which Ok-Topk's paper compares with it. The density
+    of its result, which the paper's section 5.2 reports, is ``stats(opt_state).updated / n``.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``4k (P-1)/P`` words a worker where all select the same, up to ``(2k + n) (P-1)/P``; ``P`` messages.
+
+    References:
+      Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA", and section 5.2.
+    """
+    return _sparse(comm, density, SsarSplitAllGather(), select, wire, scope, dense_below)
+
+
+def ssar_recursive_doubling(
+    comm: CommLike,
+    *,
+    density: float,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """SSAR_Rec_Dbl: everyone's top-k, merged in pairs in log P rounds; for few elements and high latency.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker, by how much the workers' choices overlap.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.3.
+    """
+    return _sparse(comm, density, SsarRecursiveDoubling(), select, wire, scope, dense_below)
+
+
+def ssar_split_allgather(
+    comm: CommLike,
+    *,
+    density: float,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """SSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered; for results that stay sparse.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``4k (P-1)/P`` to ``2k P`` words a worker, by how much the workers' choices overlap.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.3.
+    """
+    return _sparse(comm, density, SsarSplitAllGather(), select, wire, scope, dense_below)
+
+
+def dsar_split_allgather(
+    comm: CommLike,
+    *,
+    density: float,
+    group: int = 1,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """DSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered densely; for results that fill in.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      group: as in :class:`jsparse.allreduce.DsarSplitAllGather`: early switching.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``(2k + n) (P-1)/P`` words a worker.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.4.
+    """
+    return _sparse(comm, density, DsarSplitAllGather(group), select, wire, scope, dense_below)
 
 
 def _sparse(

@@ -9,6 +9,8 @@ from jax.typing import ArrayLike
 
 from kernels_pallas import bitmap, varying_as
 
+from ._operator import SCATTER, Operator, neutral
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +49,25 @@ class SparseVector:
         """The elements at places where ``keep`` (broadcast) is true; the others become unused, where they stand."""
         return SparseVector(jnp.where(keep, self.values, 0), jnp.where(keep, self.indices, self.n), self.n)
 
-    def to_dense(self) -> jax.Array:
-        """The vector itself, shape ``(n,)``: the runs are added in order, so the result is the same everywhere."""
-        return self.add_to(jnp.zeros(self.n, self.values.dtype))
+    def to_dense(self, operator: Operator = "sum") -> jax.Array:
+        """The vector itself, shape ``(n,)``: the runs are combined in order, so the result is the same everywhere.
 
-    def add_to(self, dense: jax.Array) -> jax.Array:
-        """``dense`` plus this vector, in place where XLA can: the runs are added in order."""
+        Where no run has an index, stands the operator's neutral element.
+        """
+        return self.reduce_into(neutral(operator, self.n, self.values.dtype), operator)
+
+    def reduce_into(self, dense: jax.Array, operator: Operator = "sum") -> jax.Array:
+        """``dense`` combined with this vector, in place where XLA can: run by run, in order."""
         if self.values.ndim == 1:
-            return dense.at[self.indices].add(self.values, mode="drop", indices_are_sorted=True, unique_indices=True)
+            places = dense.at[self.indices]
+            return getattr(places, SCATTER[operator])(
+                self.values, mode="drop", indices_are_sorted=True, unique_indices=True
+            )
 
-        def add(total, run):
-            return run.add_to(total), None
+        def reduce(total, run):
+            return run.reduce_into(total, operator), None
 
-        return lax.scan(add, varying_as(dense, self.values), self)[0]
+        return lax.scan(reduce, varying_as(dense, self.values), self)[0]
 
     def union(self, words: jax.Array | None = None) -> jax.Array:
         """The bitmap of the indices of all runs, added to ``words`` where given: uint32, ``ceil(n / 32)`` words."""
@@ -77,8 +85,12 @@ class SparseVector:
         """Two runs of the same capacity as one vector of two runs: their sum, not yet merged."""
         return jax.tree.map(lambda a, b: jnp.stack([a, b]), self, other)
 
-    def merge(self, union: jax.Array | None = None) -> "SparseVector":
-        """The same vector as one run: equal indices are summed in the order of their runs.
+    def followed_by(self, other: "SparseVector") -> "SparseVector":
+        """The places of both, one after another: no run, but what ``join`` takes where no index occurs twice."""
+        return jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1), b.reshape(-1)]), self, other)
+
+    def merge(self, union: jax.Array | None = None, operator: Operator = "sum") -> "SparseVector":
+        """The same vector as one run: what equal indices hold is combined in the order of their runs.
 
         Takes ``n / 32`` words of scratch space and no sort: each element looks its place up in the union of the runs'
         indices (``union``, where the caller has it).
@@ -90,7 +102,10 @@ class SparseVector:
         indices, _ = bitmap.members(union, capacity, self.n)
         ranks = jnp.where(self.indices < self.n, bitmap.rank(union, self.indices), capacity)
         places = SparseVector(self.values, ranks, capacity)
-        return SparseVector(places.to_dense(), indices, self.n)
+        values = places.to_dense(operator)
+        if operator != "sum":
+            values = jnp.where(indices < self.n, values, 0)
+        return SparseVector(values, indices, self.n)
 
     def concatenate(self, capacity: int) -> "SparseVector":
         """The same vector as one run, where each run's indices lie wholly above those of the run before."""
@@ -136,7 +151,8 @@ class SparseVector:
         place = place + begin + jnp.where(place < wrapped, 0, gap)
         return SparseVector(self.values[place], self.indices[place], self.n).where(taken)
 
-    def pad(self, capacity: int) -> "SparseVector":
-        """The same vector in longer buffers."""
-        wide = [(0, 0)] * (self.values.ndim - 1) + [(0, capacity - self.capacity)]
-        return SparseVector(jnp.pad(self.values, wide), jnp.pad(self.indices, wide, constant_values=self.n), self.n)
+    def resize(self, capacity: int) -> "SparseVector":
+        """The same vector in longer buffers, or in shorter ones, which must hold what each run has."""
+        x = jax.tree.map(lambda buffer: buffer[..., :capacity], self)
+        wide = [(0, 0)] * (self.values.ndim - 1) + [(0, max(0, capacity - self.capacity))]
+        return SparseVector(jnp.pad(x.values, wide), jnp.pad(x.indices, wide, constant_values=self.n), self.n)

@@ -85,6 +85,8 @@ class Config:
             raise ValueError(f"{self.allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
         if self.select is not None and not self.allreduce.sparse:
             raise ValueError(f"{self.allreduce} sums dense vectors and selects nothing; pass select=None")
+        if getattr(self.allreduce, "operator", "sum") != "sum":
+            raise ValueError(f"{self.allreduce} does not sum; gradients are averaged: leave operator at its default")
         if self.scope not in ("global", "leaf"):
             raise ValueError(f'scope is {self.scope!r}; choose "global" or "leaf"')
         if self.dense_below < 0:
@@ -220,7 +222,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
         delivered += _count(arrived)
-        updated += _count(total)
+        updated += _count(total, filled=how.select is not None)
         residual = retain(acc, arrived) if how.error_feedback else None
         chosen, reduce = jax.tree.map(
             lambda new, old: jnp.where(bad, old, new), (chosen, reduce), (before.select, before.reduce)
@@ -301,5 +303,8 @@ def _check_state(buckets: list[Bucket], state: SparseAllReduceState) -> None:
         )
 
 
-def _count(x: SparseVector | jax.Array) -> jax.Array:
-    return jnp.sum(x.count, dtype=jnp.int32) if isinstance(x, SparseVector) else jnp.int32(x.shape[0])
+def _count(x: SparseVector | jax.Array, filled: bool = False) -> jax.Array:
+    """The elements of a vector; of a dense one that has filled in, those that are not zero."""
+    if isinstance(x, SparseVector):
+        return jnp.sum(x.count, dtype=jnp.int32)
+    return bitmap.count_mask(x != 0) if filled else jnp.int32(x.shape[0])

@@ -110,6 +110,28 @@ ROWS = [
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
         oracle_args={"topology": "allgather"},
     ),
+    Row(
+        "ssar_recursive_doubling",
+        lambda comm, density: jsparse.ssar_recursive_doubling(comm, density=density),
+        oracles.topk_allgather,
+    ),
+    Row(
+        "ssar_split_allgather",
+        lambda comm, density: jsparse.ssar_split_allgather(comm, density=density),
+        oracles.topk_allgather,
+    ),
+    Row("topk_dsa", lambda comm, density: jsparse.topk_dsa(comm, density=density), oracles.topk_allgather, (4,)),
+    Row(
+        "dsar_split_allgather",
+        lambda comm, density: jsparse.dsar_split_allgather(comm, density=density),
+        oracles.topk_allgather,
+    ),
+    Row(
+        "dsar_split_allgather-group",
+        lambda comm, density: jsparse.dsar_split_allgather(comm, density=density, group=2),
+        oracles.topk_allgather,
+        (2, 8),
+    ),
     Row("oktopk-leaf", oktopk(scope="leaf", dense_below=10), sizes=(3,)),
     Row(
         "general",

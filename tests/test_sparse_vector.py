@@ -55,7 +55,7 @@ def test_joining_and_concatenating(n: int):
     for x in (ordered.concatenate(7), ordered.join(7), shuffled.join(7)):
         np.testing.assert_array_equal(x.indices, [1, 2, 5, 9, 13, n, n])
     np.testing.assert_array_equal(ordered.join(7).to_dense(), dense)
-    padded = ordered.pad(9)
+    padded = ordered.resize(9)
     assert padded.indices.shape == (3, 9)
     np.testing.assert_array_equal(padded.to_dense(), dense)
 

@@ -2,8 +2,21 @@
 
 from ._base import AllReduce
 from .dense import Dense
+from .dsar_split_allgather import DsarSplitAllGather
 from .gtopk import GTopk
 from .oktopk import OkTopk, OkTopkState
+from .ssar_recursive_doubling import SsarRecursiveDoubling
+from .ssar_split_allgather import SsarSplitAllGather
 from .topk_allgather import TopkAllGather
 
-__all__ = ["AllReduce", "Dense", "GTopk", "OkTopk", "OkTopkState", "TopkAllGather"]
+__all__ = [
+    "AllReduce",
+    "Dense",
+    "DsarSplitAllGather",
+    "GTopk",
+    "OkTopk",
+    "OkTopkState",
+    "SsarRecursiveDoubling",
+    "SsarSplitAllGather",
+    "TopkAllGather",
+]

@@ -1,5 +1,6 @@
-"""Gathering parts of unequal length."""
+"""Gathering parts of unequal length, and other messages whose lengths follow the data."""
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from kernels_pallas import bitmap
 
@@ -17,6 +19,42 @@ from ..wire import Wire
 # Lengths that a message may have, in units of an equal share: the smallest that fits is sent.
 PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 BALANCING_LENGTHS = (0.25, 0.5, 1.0)
+
+
+def lengths_between(least: int, most: int) -> list[int]:
+    """Static lengths for a message that holds ``least`` to ``most`` elements, mostly: ascending, each at most √2 times
+    the one before.
+
+    >>> lengths_between(50, 400)
+    [50, 70, 99, 141, 200, 282, 400]
+    """
+    lengths = [most]
+    while lengths[-1] > least:
+        lengths.append(max(least, math.isqrt(lengths[-1] ** 2 // 2)))
+    return lengths[::-1]
+
+
+def halvings(most: int, down_to: int) -> list[int]:
+    """``most``, its half, the half of that, as long as they are at least ``down_to`` and 1: ascending.
+
+    >>> halvings(400, 30)
+    [50, 100, 200, 400]
+    """
+    return [most >> i for i in reversed(range(most.bit_length())) if most >> i >= down_to]
+
+
+def fitting(count: jax.Array, lengths: Sequence[int]) -> jax.Array:
+    """Which of ascending lengths ``count`` elements fit into first: int32 scalar; past the last, if into none."""
+    return jnp.sum(count > jnp.array(lengths), dtype=jnp.int32)
+
+
+def delta(n: int, dtype: DTypeLike, wire: Wire) -> int:
+    """δ, the most elements that take no more words than ``n`` values: ``n * isize / (c + isize)`` at full width.
+
+    Renggli, SparCML thesis, section 3.3.2, with values of ``isize`` and indices of ``c`` bytes.
+    """
+    words = n * jnp.dtype(dtype).itemsize // 4
+    return max(1, bisect.bisect_right(range(n + 1), words, key=lambda length: wire.words(length, dtype)) - 1)
 
 
 def gather_parts(
@@ -56,8 +94,8 @@ def gather_parts(
     branches: list[Callable[[], SparseVector]] = [functools.partial(direct, length) for length in lengths]
     if lengths[-1] < mine.capacity:
         branches.append(balanced)
-    fitting = jnp.sum(jnp.max(parts) > jnp.array(lengths), dtype=jnp.int32)
-    return comm.switch(jnp.minimum(fitting, len(branches) - 1), branches, replicated=True)
+    index = jnp.minimum(fitting(jnp.max(parts), lengths), len(branches) - 1)
+    return comm.switch(index, branches, replicated=True)
 
 
 def _balance(
@@ -69,28 +107,38 @@ def _balance(
     turn = bitmap.turn(step, kept[rank])
     mine = mine.window(jnp.int32(0), counts[rank], mine.capacity, turn, limit=kept[rank])
 
-    # All surpluses, end to end, fill all deficits, end to end: where two stretches overlap, something is sent.
-    surplus = jnp.maximum(kept - share, 0)
-    deficit = jnp.maximum(share - kept, 0)
+    lengths = _lengths(BALANCING_LENGTHS, share, share)
+
+    def exchange(length: int) -> SparseVector:
+        return exchange_surplus(comm, mine, kept, share, length, wire).resize(share)
+
+    index = fitting(jnp.max(moves(kept, share)[1]), lengths)
+    received = comm.switch(index, [functools.partial(exchange, length) for length in lengths])
+    own = mine.window(jnp.int32(0), jnp.minimum(kept[rank], share), share)
+    return own.followed_by(received).join(share)
+
+
+def exchange_surplus(
+    comm: Comm, mine: SparseVector, counts: jax.Array, share: ArrayLike, length: int, wire: Wire
+) -> SparseVector:
+    """What others have above their share and this worker below it: a run from each, in messages of ``length``."""
+    first, amount = moves(counts, share)
+    outgoing = mine.window(first[comm.rank()], amount[comm.rank()], length)
+    return wire.decode(comm.all_to_all(wire.encode(outgoing)), mine.n, mine.values.dtype)
+
+
+def moves(counts: jax.Array, share: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """From which place on, and how many elements, each worker sends to each other, so that none has above ``share``.
+
+    All surpluses, end to end, fill all deficits, end to end: where two stretches overlap, something is sent.
+    """
+    surplus = jnp.maximum(counts - share, 0)
+    deficit = jnp.maximum(share - counts, 0)
     surplus_from = jnp.cumsum(surplus, dtype=jnp.int32) - surplus
     deficit_from = jnp.cumsum(deficit, dtype=jnp.int32) - deficit
     begin = jnp.maximum(surplus_from[:, None], deficit_from[None])
     end = jnp.minimum((surplus_from + surplus)[:, None], (deficit_from + deficit)[None])
-    amount = jnp.maximum(end - begin, 0)
-    first = share + begin - surplus_from[:, None]
-
-    lengths = _lengths(BALANCING_LENGTHS, share, share)
-
-    def exchange(length: int) -> SparseVector:
-        outgoing = mine.window(first[rank], amount[rank], length)
-        received = comm.all_to_all(wire.encode(outgoing))
-        return wire.decode(received, mine.n, mine.values.dtype).pad(share)
-
-    index = jnp.sum(jnp.max(amount) > jnp.array(lengths), dtype=jnp.int32)
-    received = comm.switch(index, [functools.partial(exchange, length) for length in lengths])
-    own = mine.window(jnp.int32(0), jnp.minimum(kept[rank], share), share)
-    together = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), own, received)
-    return together.join(share)
+    return share + begin - surplus_from[:, None], jnp.maximum(end - begin, 0)
 
 
 def _reduce_to(counts: jax.Array, room: int) -> jax.Array:

@@ -1,9 +1,9 @@
 """gTop-k: the k largest elements of a sum, found by merging sparse vectors in pairs.
 
 The paper's operator ``a ⊤ b`` (Definition 1) adds two sparse vectors and keeps the k largest of the sum. Algorithm 3
-applies it along a tree and broadcasts the result. What it cuts on the way is lost there: Algorithm 4 (line 10) puts back
-into a worker's residual what is not in the *final* set of indices, but an element cut in an inner round whose index
-comes back through another branch is in that set, and was never added. Here whoever knows what was cut keeps it.
+applies it along a tree and broadcasts the result. Some of what it cuts on the way is lost there: Algorithm 4 (line 10)
+puts back into a worker's residual what is not in the *final* set of indices, but an element cut in an inner round whose
+index comes back through another branch is in that set, and was never added. Here whoever knows what was cut keeps it.
 """
 
 import dataclasses

@@ -1,0 +1,130 @@
+"""Reducing by regions: each worker owns an equal part of the indices."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from .._comm import Comm
+from .._operator import Operator
+from .._sparse_vector import SparseVector
+from ..wire import Wire
+from ._gather import delta, exchange_surplus, fitting, halvings, lengths_between, moves
+
+# The longest message that is told from longer ones: two of them add up to less than an int32 holds.
+MOST = 2**30 - 1
+
+
+def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire) -> SparseVector:
+    """Sends each region's elements to its owner, who combines what arrives, in the order of ranks.
+
+    All messages have the length of the longest, rounded up by at most √2: one ``pmax`` agrees on it.
+
+    Args:
+      comm: the workers.
+      x: this worker's elements, one run.
+      operator: how they are combined.
+      wire: the layout of the messages.
+
+    Returns:
+      This worker's region, of ``ceil(n / P)`` elements, as one run in the region's own indices.
+    """
+    size, k = comm.size, x.capacity
+    block = -(-x.n // size)
+    capacity = min(size * k, block)
+    first, counts = regions(x, size, block)
+
+    def exchange(length: int) -> SparseVector:
+        received = comm.all_to_all(wire.encode(x.window(first, counts, length)))
+        return merge_region(wire.decode(received, x.n, x.values.dtype), comm.rank(), block, operator).resize(capacity)
+
+    return with_length(comm, jnp.max(counts), -(-k // size), k, exchange)
+
+
+def with_length(
+    comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], SparseVector]
+) -> SparseVector:
+    """Sends messages of the least length, of a static few, that holds what the worker with the most has."""
+    lengths = lengths_between(least, most)
+    if len(lengths) == 1:
+        return send(most)
+    index = fitting(comm.pmax(count), lengths)
+    return comm.switch(index, [functools.partial(send, length) for length in lengths])
+
+
+def regions(x: SparseVector, parts: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """Where each region of ``block`` indices begins in a run, and how many elements it has: int32, ``(parts,)``."""
+    starts = jnp.array([min(part * block, x.n) for part in range(parts + 1)], jnp.int32)
+    edges = jnp.searchsorted(x.indices, starts).astype(jnp.int32)
+    return edges[:-1], edges[1:] - edges[:-1]
+
+
+def merge_region(arrived: SparseVector, region: jax.Array, block: int, operator: Operator) -> SparseVector:
+    """Combines runs of elements of one region, in the region's own indices."""
+    own = jnp.where(arrived.indices < arrived.n, arrived.indices - region * block, block)
+    return SparseVector(arrived.values, own, block).merge(operator=operator)
+
+
+def gather_regions(
+    comm: Comm, mine: SparseVector, n: int, k: int, operator: Operator, *, step: jax.Array, wire: Wire
+) -> SparseVector | jax.Array:
+    """Gathers all regions, in the fewest bytes: sparse as they are, or balanced first, or dense.
+
+    From δ elements on (the thesis's, section 3.3.2: ``n`` values take as many bytes as δ pairs of index and value) a
+    dense message is the shorter one, so they are dense from there at the latest.
+
+    Args:
+      comm: the workers.
+      mine: this worker's region, a run in its own indices.
+      n: length of the whole vector.
+      k: the most elements that a worker had before.
+      operator: says what stands where nothing is.
+      step: int32 scalar, alike on all workers.
+      wire: the layout of sparse messages.
+
+    Returns:
+      The whole vector, alike on all workers: one run where ``P k`` elements are fewer than δ, else dense.
+    """
+    size, block, dtype = comm.size, mine.n, mine.values.dtype
+    capacity = min(size * k, n)
+    fills = capacity > delta(n, dtype, wire)
+    counts = comm.all_gather(mine.count)
+    used = mine.indices < block
+    part = SparseVector(mine.values, jnp.where(used, mine.indices + comm.rank() * block, n), n)
+
+    def words(length: int) -> int:
+        return min(wire.words(length, dtype), MOST)
+
+    # The words of a message, in each form; every form sends P - 1 of them.
+    lengths = lengths_between(min(-(-k // size), mine.capacity), mine.capacity)
+    table = jnp.array([words(length) for length in lengths])
+    direct = fitting(jnp.max(counts), lengths)
+    cost, length = table[direct], direct
+    if len(lengths) > 1:
+        even = fitting(-(-jnp.sum(counts, dtype=jnp.int32) // size), lengths)
+        share = jnp.array(lengths)[even]
+        amounts = halvings(lengths[-1], down_to=lengths[0] // 4)
+        way = fitting(jnp.max(moves(counts, share)[1]), amounts)
+        together = table[even] + jnp.array([words(amount) for amount in amounts])[way]
+        cost, length = jnp.minimum(cost, together), jnp.where(together < cost, even, direct)
+
+        def balanced(amount: int) -> SparseVector:
+            own = part.window(jnp.int32(0), jnp.minimum(part.count, share), part.capacity)
+            return own.followed_by(exchange_surplus(comm, part, counts, share, amount, wire)).join(part.capacity)
+
+        ways = [lambda: part, *(functools.partial(balanced, amount) for amount in amounts)]
+        part = comm.switch(jnp.where(together < table[direct], way + 1, 0), ways)
+
+    def sparse(length: int) -> SparseVector | jax.Array:
+        everyone = wire.decode(comm.all_gather(wire.encode(part.resize(length))), n, dtype)
+        return everyone.to_dense(operator) if fills else everyone.join(capacity)
+
+    def dense() -> jax.Array:
+        return comm.all_gather(mine.to_dense(operator)).reshape(-1)[:n]
+
+    forms: list[Callable[[], SparseVector | jax.Array]] = [functools.partial(sparse, length) for length in lengths]
+    if fills:
+        forms.append(dense)
+        length = jnp.where(cost <= min(block * dtype.itemsize // 4, MOST), length, len(lengths))
+    return comm.switch(length, forms, replicated=True)

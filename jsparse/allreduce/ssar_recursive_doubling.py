@@ -1,0 +1,129 @@
+"""SSAR_Rec_Dbl: sparse vectors merged in pairs, in log P rounds."""
+
+import dataclasses
+import functools
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kernels_pallas import bitmap
+
+from .._comm import Comm
+from .._operator import COMBINE, Operator, check_operator, neutral
+from .._sparse_vector import SparseVector
+from ..wire import Wire
+from ._gather import delta, fitting, lengths_between
+from ._pairs import Pairs, butterfly, choose, deliver, receives, replicate
+from ._regions import with_length
+
+
+class Filling(NamedTuple):
+    """A vector that may have become dense.
+
+    Attributes:
+      values: shape ``(n,)``.
+      union: bitmap of the indices that it has.
+      count: how many they are; n once it has been sent densely.
+    """
+
+    values: jax.Array
+    union: jax.Array
+    count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SsarRecursiveDoubling:
+    """In the t-th round workers that are ``2**(t-1)`` apart exchange all they have, and both merge it.
+
+    Everything that is selected is delivered. A vector that has more than δ elements goes densely from then on: each
+    round's data say so. Workers beyond a power of two hand theirs to another first, and get the result from it.
+
+    Attributes:
+      operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
+
+    **Cost**: with messages as long as the data, ``2k log P`` words where all workers have the same indices,
+    ``2k (P-1)`` where no two share one, and in each round at most ``n``; ``log P`` messages, and ``2 log P`` more for
+    each round that has to agree on a length. Messages have one of a few static lengths, each at most √2 times the next,
+    and the one with most to send decides. Under ``check_vma=True`` the result is gathered once more, in parts, to type
+    it as alike on all workers.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Rec_Dbl", Figure 3.9, with the switch to a dense format of
+      section 4.1.2 and the summations of 4.1.3.
+    """
+
+    sparse: ClassVar[bool] = True
+
+    operator: Operator = "sum"
+
+    def __post_init__(self):
+        check_operator(self.operator)
+
+    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
+        return ()
+
+    def __call__(
+        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
+    ) -> tuple[SparseVector | jax.Array, SparseVector, tuple[()]]:
+        into, rounds, out = butterfly(comm.size)
+        k, total = x.capacity, self._settle(x, wire)
+        for pairs in [into, *rounds] if into else rounds:
+            if isinstance(total, SparseVector):
+                merged = total.beside(_send_sparse(comm, total, k, pairs, wire)).merge(operator=self.operator)
+                total = self._settle(merged, wire)
+            else:
+                other = self._send_filling(comm, total, k, pairs, wire)
+                union = total.union | other.union
+                count = jnp.where(other.count == x.n, x.n, bitmap.count(union))
+                total = Filling(COMBINE[self.operator](total.values, other.values), union, count)
+        if isinstance(total, SparseVector):
+            if out:
+                total = choose(receives(comm, out), _send_sparse(comm, total, k, out, wire), total)
+            return _replicate(comm, total, k, wire), x, state
+        values = total.values
+        if out:
+            values = choose(receives(comm, out), self._send_filling(comm, total, k, out, wire).values, values)
+        return replicate(comm, values, wire), x, state
+
+    def _settle(self, x: SparseVector, wire: Wire) -> SparseVector | Filling:
+        """The vector in the form that it can stay in: sparse where it has no room for more than δ elements."""
+        if x.capacity <= delta(x.n, x.values.dtype, wire):
+            return x
+        return Filling(x.to_dense(self.operator), x.union(), x.count)
+
+    def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Wire) -> Filling:
+        """Exchanges vectors sparsely, or densely where a worker's has more than δ elements."""
+        n, dtype = x.values.shape[0], x.values.dtype
+        most = delta(n, dtype, wire)
+
+        def sparsely(length: int) -> Filling:
+            indices, _ = bitmap.members(x.union, length, n)
+            values = x.values.at[indices].get(mode="fill", fill_value=0)
+            arrived = deliver(comm, SparseVector(values, indices, n), pairs, wire)
+            return Filling(arrived.to_dense(self.operator), arrived.union(), arrived.count)
+
+        def densely() -> Filling:
+            arrived = comm.ppermute(x.values, pairs)
+            arrived = jnp.where(receives(comm, pairs), arrived, neutral(self.operator, n, dtype))
+            return Filling(arrived, jnp.zeros_like(x.union), jnp.int32(n))
+
+        lengths = lengths_between(min(k, most), most)
+        forms = [*(functools.partial(sparsely, length) for length in lengths), densely]
+        return comm.switch(fitting(comm.pmax(x.count), lengths), forms)
+
+
+def _send_sparse(comm: Comm, x: SparseVector, k: int, pairs: Pairs, wire: Wire) -> SparseVector:
+    def send(length: int) -> SparseVector:
+        return deliver(comm, x.resize(length), pairs, wire).resize(x.capacity)
+
+    return with_length(comm, x.count, k, x.capacity, send)
+
+
+def _replicate(comm: Comm, x: SparseVector, k: int, wire: Wire) -> SparseVector:
+    if not comm.typed:
+        return x
+    lengths = lengths_between(k, x.capacity)
+    ways = [lambda length=length: replicate(comm, x.resize(length), wire).resize(x.capacity) for length in lengths]
+    return comm.switch(fitting(comm.pmax(x.count), lengths), ways, replicated=True)

@@ -1,0 +1,51 @@
+"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by equal regions, then a gather of what they hold."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+from jax.typing import DTypeLike
+
+from .._comm import Comm
+from .._operator import Operator, check_operator
+from .._sparse_vector import SparseVector
+from ..wire import Wire
+from ._regions import gather_regions, split_and_reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class SsarSplitAllGather:
+    """Each worker combines what all have of its region; then all gather the regions, sparse or dense.
+
+    Everything that is selected is delivered. The result *fills in*: it has up to ``P k`` elements. From δ elements on
+    it is gathered densely; which it is, each step's data say. Regions of unequal contents are balanced before they are
+    gathered, when that is fewer bytes.
+
+    Attributes:
+      operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
+
+    **Cost**: with messages as long as the data, ``2k (P-1)/P`` words for the split and ``2K (P-1)/P`` for the gather of
+    a result of ``K`` elements, at most ``n (P-1)/P``; ``P`` messages and some rounds of ``log P``. Messages have one of
+    a few static lengths, each at most √2 times the next, and the one with most to send decides.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Split_AlGa", with the switch to a dense format of section
+      4.1.2; Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA".
+    """
+
+    sparse: ClassVar[bool] = True
+
+    operator: Operator = "sum"
+
+    def __post_init__(self):
+        check_operator(self.operator)
+
+    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
+        return ()
+
+    def __call__(
+        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
+    ) -> tuple[SparseVector | jax.Array, SparseVector, tuple[()]]:
+        mine = split_and_reduce(comm, x, self.operator, wire)
+        total = gather_regions(comm, mine, x.n, x.capacity, self.operator, step=step, wire=wire)
+        return total, x, state

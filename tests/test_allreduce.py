@@ -1,0 +1,147 @@
+"""What is particular to single all-reduces; what all of them promise is in test_invariants."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jsparse
+import scenarios
+from jsparse._comm import Metered
+from jsparse._sparse_vector import SparseVector
+from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather
+from jsparse.allreduce._gather import delta
+from jsparse.wire import Full
+
+AXIS = "workers"
+P, LENGTH, K = 4, 65536, 2048
+SPARCML = [SsarRecursiveDoubling(), SsarSplitAllGather(), DsarSplitAllGather(), DsarSplitAllGather(group=2)]
+
+
+@functools.cache
+def reduction(allreduce, n: int = LENGTH):
+    """An all-reduce of vectors of shape ``(P, k)``: ``(dense totals, words sent)``."""
+
+    def run(values, indices):
+        comm = Metered(jsparse.AxisComm(AXIS))
+        x = SparseVector(values, indices, n)
+        state = allreduce.init(n, comm.size, values.dtype)
+        total, _, _ = allreduce(comm, x, state, step=jnp.int32(3), wire=Full())
+        dense = total.to_dense(allreduce.operator) if isinstance(total, SparseVector) else total
+        return dense, comm.words
+
+    return jax.jit(jax.vmap(run, axis_name=AXIS))
+
+
+def vectors(sets, dtype=np.float32, k: int = K, n: int = LENGTH):
+    rng = np.random.default_rng(0)
+    indices = np.full((len(sets), k), n, np.int32)
+    values = np.zeros((len(sets), k), dtype)
+    for worker, members in enumerate(sets):
+        indices[worker, : len(members)] = np.sort(members)
+        values[worker, : len(members)] = rng.integers(1, 99, len(members)) * rng.choice([-1, 1], len(members))
+    return values, indices
+
+
+def overlapping(share: float, size: int = P) -> list[np.ndarray]:
+    """K indices a worker: of each, the same part of them is everyone's, and the rest nobody else's."""
+    shuffled = np.random.default_rng(1).permutation(LENGTH)
+    common = round(share * K)
+    own = K - common
+    return [np.r_[shuffled[:common], shuffled[common + w * own : common + (w + 1) * own]] for w in range(size)]
+
+
+@pytest.mark.parametrize("overlap", [1.0, 0.75, 0.5, 0.25, 0.0])
+@pytest.mark.parametrize("allreduce", SPARCML[:2], ids=["recursive_doubling", "split_allgather"])
+def test_messages_follow_the_data(allreduce, overlap: float):
+    """At most 1.5 times what the busiest worker would send if each message had just its own length."""
+    sets = [set(s.tolist()) for s in overlapping(overlap)]
+    words = int(reduction(allreduce)(*vectors([sorted(s) for s in sets]))[1][0])
+    if isinstance(allreduce, SsarRecursiveDoubling):
+        pairs = [max(len(sets[w] | sets[w ^ 1]) for w in range(P))]
+        busiest = 2 * (K + sum(pairs))
+    else:
+        block = LENGTH // P
+        parts = [[sum(i // block == r for i in s) for r in range(P)] for s in sets]
+        held = [len({i for s in sets for i in s if i // block == r}) for r in range(P)]
+        busiest = max(2 * (sum(parts[w]) - parts[w][w]) + 2 * (sum(held) - held[(w + 1) % P]) for w in range(P))
+    assert words <= 1.5 * busiest + 32
+
+
+def test_unequal_regions_are_balanced_before_they_are_gathered():
+    """All elements lie in one worker's region: gathered as they are, every message would be as long as its."""
+    sets = [np.arange(w, LENGTH // P, 8)[:K] for w in range(P)]
+    totals, words = reduction(SsarSplitAllGather())(*vectors(sets))
+    union = P * K
+    split, direct, balanced = 2 * K * (P - 1), 2 * union * (P - 1), 2 * 2 * union // P * (P - 1)
+    assert words[0] - split <= 1.2 * balanced < direct
+    values, indices = vectors(sets)
+    np.testing.assert_array_equal(totals[0], combine(values, indices, "sum"))
+
+
+def combine(values, indices, operator: str, n: int = LENGTH):
+    """What the result should be, in numpy."""
+    neutral = {"sum": 0, "max": -np.inf, "min": np.inf}[operator]
+    combined = np.full(n, neutral, values.dtype)
+    at = {"sum": np.add, "max": np.maximum, "min": np.minimum}[operator].at
+    for value, index in zip(values, indices, strict=True):
+        at(combined, index[index < n], value[index < n])
+    return combined
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("operator", ["sum", "max", "min"])
+@pytest.mark.parametrize("kind", [SsarRecursiveDoubling, SsarSplitAllGather, DsarSplitAllGather])
+def test_operators_sparse_dense_and_mixed(kind, operator: str, dtype):
+    """Short vectors: results that stay sparse, that go dense, and that go dense on the way, of one executable."""
+    n, k, size = 96, 24, 5
+    rng = np.random.default_rng(2)
+    with jax.enable_x64(dtype == np.float64):
+        for kept in (range(24), range(48), range(96)):
+            few = [rng.choice(kept, size=rng.integers(1, k + 1), replace=False) for _ in range(size)]
+            values, indices = vectors(few, dtype, k, n)
+            totals, _ = reduction(kind(operator=operator), n)(values, indices)
+            assert totals.dtype == dtype
+            np.testing.assert_array_equal(totals, np.tile(combine(values, indices, operator, n), (size, 1)))
+
+
+def test_delta_is_where_pairs_take_as_much_as_values():
+    assert delta(1000, np.float32, Full()) == 500
+    assert delta(1000, np.float64, Full()) == 666
+
+
+@pytest.mark.parametrize("allreduce", SPARCML[:2], ids=["recursive_doubling", "split_allgather"])
+def test_it_goes_dense_when_the_data_fill_it(allreduce):
+    """One executable, 40 % of the elements a worker: alike they stay sparse, apart they go dense, at most n a message."""
+    n, k = 1000, 400
+    shuffled = np.random.default_rng(3).permutation(n)
+    alike = [shuffled[:k]] * P
+    apart = [np.take(shuffled, range(w * 200, w * 200 + k), mode="wrap") for w in range(P)]
+    sent = [int(reduction(allreduce, n)(*vectors(sets, k=k, n=n))[1][0]) for sets in (alike, apart)]
+    rounds = 2 if isinstance(allreduce, SsarRecursiveDoubling) else 1
+    assert sent[0] <= 1.5 * 2 * k * 2 + 32
+    assert sent[1] <= (2 * k + n if rounds == 2 else 1.5 * 2 * k + n * (P - 1) / P) + 32
+    assert sent[1] > sent[0] * 1.05
+
+
+@pytest.mark.parametrize("topology", ["butterfly", "tree"])
+@pytest.mark.parametrize("size", [7, 8])
+def test_the_published_put_back_loses_mass_and_the_exact_one_none(topology: str, size: int):
+    """An index cut in an inner round comes back through another pair: Algorithm 4 neither sends nor keeps it."""
+    gradients = scenarios.take("ordinary", size, 6)
+    lost = {}
+    for put_back in ("paper", "exact"):
+        tx = jsparse.gtopk(AXIS, density=0.05, topology=topology, put_back=put_back)
+        state = jax.vmap(lambda g: tx.init(g), axis_name=AXIS)(gradients[0].astype(np.float32))
+        update = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+        delivered = np.zeros_like(gradients[0][0])
+        for gradient in gradients:
+            updates, state = update(gradient.astype(np.float32), state)
+            delivered = delivered + np.round(np.asarray(updates[0], np.float64) * size)
+        kept = np.asarray(jsparse.residual(jax.tree.map(lambda x: x.reshape(-1), state))).sum(0, dtype=np.float64)
+        given = np.sum(gradients, axis=(0, 1), dtype=np.float64)
+        lost[put_back] = np.abs(given - kept - delivered).sum() / np.abs(delivered).sum()
+    assert lost["exact"] == 0
+    assert lost["paper"] > 0.01
