@@ -76,7 +76,7 @@ def test_unequal_regions_are_balanced_before_they_are_gathered():
     totals, words = reduction(SsarSplitAllGather())(*vectors(sets))
     union = P * K
     split, direct, balanced = 2 * K * (P - 1), 2 * union * (P - 1), 2 * 2 * union // P * (P - 1)
-    assert words[0] - split <= 1.2 * balanced < direct
+    assert words[0] - split <= 1.25 * balanced < direct
     values, indices = vectors(sets)
     np.testing.assert_array_equal(totals[0], combine(values, indices, "sum"))
 
@@ -114,7 +114,7 @@ def test_delta_is_where_pairs_take_as_much_as_values():
 
 @pytest.mark.parametrize("allreduce", SPARCML[:2], ids=["recursive_doubling", "split_allgather"])
 def test_it_goes_dense_when_the_data_fill_it(allreduce):
-    """One executable, 40 % of the elements a worker: alike they stay sparse, apart they go dense, at most n a message."""
+    """One executable, 40 % of the elements a worker: alike they stay sparse; apart they go dense."""
     n, k = 1000, 400
     shuffled = np.random.default_rng(3).permutation(n)
     alike = [shuffled[:k]] * P
@@ -134,11 +134,11 @@ def test_the_published_put_back_loses_mass_and_the_exact_one_none(topology: str,
     lost = {}
     for put_back in ("paper", "exact"):
         tx = jsparse.gtopk(AXIS, density=0.05, topology=topology, put_back=put_back)
-        state = jax.vmap(lambda g: tx.init(g), axis_name=AXIS)(gradients[0].astype(np.float32))
+        state = jax.vmap(tx.init, axis_name=AXIS)(gradients[0])
         update = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
         delivered = np.zeros_like(gradients[0][0])
         for gradient in gradients:
-            updates, state = update(gradient.astype(np.float32), state)
+            updates, state = update(gradient, state)
             delivered = delivered + np.round(np.asarray(updates[0], np.float64) * size)
         kept = np.asarray(jsparse.residual(jax.tree.map(lambda x: x.reshape(-1), state))).sum(0, dtype=np.float64)
         given = np.sum(gradients, axis=(0, 1), dtype=np.float64)

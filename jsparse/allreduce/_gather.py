@@ -22,16 +22,13 @@ BALANCING_LENGTHS = (0.25, 0.5, 1.0)
 
 
 def lengths_between(least: int, most: int) -> list[int]:
-    """Static lengths for a message that holds ``least`` to ``most`` elements, mostly: ascending, each at most √2 times
-    the one before.
+    """Static lengths for a message that holds ``least`` to ``most`` elements, mostly: ascending, each √2 times the last.
 
-    >>> lengths_between(50, 400)
-    [50, 70, 99, 141, 200, 282, 400]
+    >>> lengths_between(50, 450)
+    [50, 70, 100, 141, 200, 282, 400, 450]
     """
-    lengths = [most]
-    while lengths[-1] > least:
-        lengths.append(max(least, math.isqrt(lengths[-1] ** 2 // 2)))
-    return lengths[::-1]
+    powers = {math.isqrt(least**2 << i) for i in range(2 * (most // least).bit_length())}
+    return [*sorted(length for length in powers if length < most), most]
 
 
 def halvings(most: int, down_to: int) -> list[int]:

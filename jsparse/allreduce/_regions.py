@@ -102,8 +102,8 @@ def gather_regions(
     direct = fitting(jnp.max(counts), lengths)
     cost, length = table[direct], direct
     if len(lengths) > 1:
-        even = fitting(-(-jnp.sum(counts, dtype=jnp.int32) // size), lengths)
-        share = jnp.array(lengths)[even]
+        share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
+        even = fitting(share, lengths)
         amounts = halvings(lengths[-1], down_to=lengths[0] // 4)
         way = fitting(jnp.max(moves(counts, share)[1]), amounts)
         together = table[even] + jnp.array([words(amount) for amount in amounts])[way]
