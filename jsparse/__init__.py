@@ -1,6 +1,6 @@
 """jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
 
-from . import allreduce, select, wire
+from . import allreduce, cost, select, wire
 from ._comm import AxisComm, Comm
 from ._per_worker import PerWorkerState, per_worker
 from ._presets import dense, gaussiank, oktopk, topk_allgather
@@ -24,6 +24,7 @@ __all__ = [
     "TrainStep",
     "allreduce",
     "apply_sparse",
+    "cost",
     "dense",
     "gaussiank",
     "init",

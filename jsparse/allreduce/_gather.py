@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn, one_of
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 
@@ -39,7 +40,7 @@ def gather_parts(
     Returns:
       Everyone's elements as one run, alike on all workers.
     """
-    lengths = _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, mine.capacity)
+    lengths = _part_lengths(balance_above, share, mine.capacity)
     capacity = min(comm.size * lengths[-1], mine.n)
     count = mine.count
 
@@ -58,6 +59,25 @@ def gather_parts(
         branches.append(balanced)
     fitting = jnp.sum(jnp.max(parts) > jnp.array(lengths), dtype=jnp.int32)
     return comm.switch(jnp.minimum(fitting, len(branches) - 1), branches, replicated=True)
+
+
+def gather_parts_sends(
+    capacity: int, share: int, size: int, *, balance_above: float, dtype: DTypeLike, wire: Wire
+) -> tuple[Cost, Cost]:
+    """What a worker whose elements have room for ``capacity`` sends in :func:`gather_parts`, at least and at most."""
+
+    def gather(length: int) -> Cost:
+        return collective_cost("all_gather", 4 * wire.words(length, dtype), size)
+
+    def exchange(length: int) -> Cost:
+        return collective_cost("all_to_all", 4 * size * wire.words(length, dtype), size)
+
+    lengths = _part_lengths(balance_above, share, capacity)
+    branches: list[Cost | tuple[Cost, Cost]] = [gather(length) for length in lengths]
+    if lengths[-1] < capacity:
+        exchanges = [exchange(length) for length in _lengths(BALANCING_LENGTHS, share, share)]
+        branches.append(in_turn(collective_cost("all_gather", 4, size), one_of(*exchanges), gather(share)))
+    return one_of(*branches)
 
 
 def _balance(
@@ -100,6 +120,10 @@ def _reduce_to(counts: jax.Array, room: int) -> jax.Array:
     share = ((room >> shift) << 14) // jnp.maximum(-(-total >> shift), 1)
     high, low = counts >> 14, counts & (2**14 - 1)
     return jnp.where(total > room, high * share + (low * share >> 14), counts)
+
+
+def _part_lengths(balance_above: float, share: int, most: int) -> list[int]:
+    return _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, most)
 
 
 def _lengths(shares: Sequence[float], share: int, most: int) -> list[int]:
