@@ -252,16 +252,26 @@ class _Cluster(NamedTuple):
         return (self.P - 1) / self.P
 
     @property
+    def sharing(self) -> int:
+        """How many workers share a link."""
+        return self.gpus if self.nodes > 1 else 1
+
+    @property
     def shared(self) -> float:
-        """How many workers' words cross a node's link when each sends its own to all others alike."""
-        return self.gpus * (self.P - self.gpus) / (self.P - 1) if self.nodes > 1 else 1.0
+        """How many times the words of one worker cross a node's link when each sends to all others alike."""
+        return self.sharing * (self.P - self.sharing) / (self.P - 1) if self.P > 1 else 1.0
+
+    def butterfly(self, words: list[np.ndarray]) -> "_Sent":
+        """Rounds of so many words, each twice as far as the one before: the first of them stay inside the nodes."""
+        leaving = [self.sharing * sent for i, sent in enumerate(words) if 2 ** (i + 1) > self.sharing]
+        return _Sent(len(words), sum(words, np.zeros(3)), sum(leaving, np.zeros(3)))
 
     def union(self, workers: int) -> np.ndarray:
         """How many elements so many workers have together: at best, expected, at worst."""
         return np.array([self.k, expected_union(self.n, self.k, workers), min(self.k * workers, self.n)])
 
     def smaller(self, elements: np.ndarray) -> np.ndarray:
-        """Words of so many elements: sparse or dense, whichever is less (the thesis's δ)."""
+        """Words of so many elements: sparse, or dense from the thesis's δ on (section 3.3.2), here n/2."""
         return np.minimum(2 * elements, self.n)
 
 
@@ -319,8 +329,7 @@ def _topk_dsa(on: _Cluster) -> _Sent:
 
 def _gtopk(on: _Cluster) -> _Sent:
     """A butterfly: both partners of each round compute the same merge, so that no broadcast follows."""
-    words = 2 * on.k * _rounds(on.P)
-    return _Sent(_rounds(on.P), words, words * on.shared)
+    return on.butterfly([np.array(2 * on.k)] * _rounds(on.P))
 
 
 def _gtopk_tree(on: _Cluster) -> _Sent:
@@ -337,14 +346,13 @@ def _oktopk(on: _Cluster) -> _Sent:
 def _ssar_recursive_doubling(on: _Cluster) -> _Sent:
     """Thesis, Table 3.1: in each round what 1, 2, 4, ... workers have together; in a last, odd one what is missing."""
     merged = [min(2**i, on.P - 2**i) for i in range(_rounds(on.P))]
-    words = sum((2 * on.union(workers) for workers in merged), np.zeros(3))
-    return _Sent(_rounds(on.P), words, words * on.shared)
+    return on.butterfly([on.smaller(on.union(workers)) for workers in merged])
 
 
 def _ssar_split_allgather(on: _Cluster) -> _Sent:
     """Thesis, Table 3.1; at worst 2 P k, split and gather at their own worst together."""
     split = 2 * on.k * np.array([on.part, on.part, 1]) * (on.P > 1)
-    return _split_allgather(on, on.P - 1 + _rounds(on.P), split, 2 * on.union(on.P) * on.part)
+    return _split_allgather(on, on.P - 1 + _rounds(on.P), split, on.smaller(on.union(on.P)) * on.part)
 
 
 def _dsar_split_allgather(on: _Cluster) -> _Sent:

@@ -172,10 +172,12 @@ def test_two_levels():
         (lambda name, **kwargs: cost.predict(name, n, k, 16, 1, 1, **kwargs).expected.seconds),
         {"node": inner},
     )
-    # Rings cross a node's link once; in an all-to-all 12 of 15 words of each of its 4 workers do.
+    # Rings cross a node's link once; in an all-to-all 12 of 15 words of each of its 4 workers do; in a butterfly the
+    # words of all rounds but the first two.
     assert flat("dense", **shared) == flat("dense")
     assert flat("topk_allgather", **shared) == flat("topk_allgather")
-    assert flat("gtopk", **shared) == pytest.approx(4 + 2 * k * 4 * 4 * 12 / 15)
+    assert flat("gtopk", **shared) == pytest.approx(4 + 2 * k * 2 * 4)
+    assert flat("dsar_split_allgather", **shared) == pytest.approx(19 + 2 * k * 15 / 16 * 4 * 12 / 15 + n * 15 / 16)
     assert flat("torus", **shared) == pytest.approx(2 * 3 + 2 * n * 3 / 4 + 0.1 * 6 + 0.01 * 2 * n * 3 / 4)
     assert flat("dense_hierarchical", **shared) == pytest.approx(4 + 2 * n * 3 / 4 + 0.1 * 8 + 0.01 * 4 * n * 3 / 4)
     # Within one node, its own network.
