@@ -407,5 +407,7 @@ _MODELS: dict[str, Callable[[_Cluster], _Sent]] = {
     "torus": _torus,
     "dense_hierarchical": _dense_hierarchical,
 }
+#: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.
 ALGORITHMS = tuple(_MODELS)
+#: Those of them that send whole gradients.
 DENSE = ("dense", "torus", "dense_hierarchical")
