@@ -1,6 +1,6 @@
 """jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
 
-from . import allreduce, select, wire
+from . import allreduce, cost, select, wire
 from ._comm import AxisComm, Comm
 from ._per_worker import PerWorkerState, per_worker
 from ._presets import (
@@ -34,6 +34,7 @@ __all__ = [
     "TrainStep",
     "allreduce",
     "apply_sparse",
+    "cost",
     "dense",
     "dsar_split_allgather",
     "gaussiank",

@@ -155,9 +155,9 @@ class AxisComm:
         return varying_axes(lax.axis_index(self.axis))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Cost:
-    """What one worker sends: bytes and messages.
+    """What one worker sends: bytes and messages. Compared by bytes first.
 
     >>> Cost(8, 1) + Cost(4, 2)
     Cost(bytes=12, messages=3)
@@ -197,6 +197,26 @@ def collective_cost(name: str, payload: int, size: int) -> Cost:
         case "ppermute":
             return Cost(payload, 1)
     raise NotImplementedError(f"the cost of {name!r} is not known; add it to collective_cost")
+
+
+def in_turn(*parts: Cost | tuple[Cost, Cost]) -> tuple[Cost, Cost]:
+    """What is sent at least and at most by parts that all run, each a cost or a least and a most.
+
+    >>> in_turn(Cost(8, 1), (Cost(0, 0), Cost(4, 2)))
+    (Cost(bytes=8, messages=1), Cost(bytes=12, messages=3))
+    """
+    ranges = [(part, part) if isinstance(part, Cost) else part for part in parts]
+    return sum((least for least, _ in ranges), Cost()), sum((most for _, most in ranges), Cost())
+
+
+def one_of(*branches: Cost | tuple[Cost, Cost]) -> tuple[Cost, Cost]:
+    """What is sent at least and at most by branches of which one runs.
+
+    >>> one_of(Cost(8, 1), (Cost(0, 0), Cost(4, 2)))
+    (Cost(bytes=0, messages=0), Cost(bytes=8, messages=1))
+    """
+    ranges = [in_turn(branch) for branch in branches]
+    return min(least for least, _ in ranges), max(most for _, most in ranges)
 
 
 class Metered:

@@ -54,7 +54,12 @@ class Branches:
     @property
     def cost(self) -> Cost:
         """Of the dearest branch."""
-        return max((branch.cost for branch in self.branches), key=lambda cost: (cost.bytes, cost.messages))
+        return max(branch.cost for branch in self.branches)
+
+    @property
+    def least(self) -> Cost:
+        """Of the cheapest branch."""
+        return min(branch.least for branch in self.branches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,11 @@ class Traffic:
     def cost(self) -> Cost:
         """Of the dearest branches."""
         return sum((part.cost for part in self.parts), Cost())
+
+    @property
+    def least(self) -> Cost:
+        """Of the cheapest branches."""
+        return sum((part.least if isinstance(part, Branches) else part.cost for part in self.parts), Cost())
 
     @property
     def bytes(self) -> int:

@@ -32,6 +32,10 @@ class Wire(Protocol):
         """Reads the rows back, as vectors of length ``n`` with values of ``dtype``."""
         ...
 
+    def words(self, capacity: int, dtype: DTypeLike) -> int:
+        """The length of a row, for a run of ``capacity`` values of ``dtype``."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Full:
@@ -50,9 +54,15 @@ class Full:
         return jnp.concatenate([values.reshape(*x.indices.shape[:-1], -1), x.indices], axis=-1)
 
     def decode(self, message: jax.Array, n: int, dtype: DTypeLike) -> SparseVector:
-        width = jnp.dtype(dtype).itemsize // 4
+        width = self._width(dtype)
         capacity = message.shape[-1] // (width + 1)
         values, indices = message[..., : width * capacity], message[..., width * capacity :]
         if width > 1:
             values = values.reshape(*indices.shape, width)
         return SparseVector(lax.bitcast_convert_type(values, dtype), indices, n)
+
+    def words(self, capacity: int, dtype: DTypeLike) -> int:
+        return capacity * (self._width(dtype) + 1)
+
+    def _width(self, dtype: DTypeLike) -> int:
+        return jnp.dtype(dtype).itemsize // 4

@@ -13,7 +13,7 @@ import pytest
 
 import jsparse
 from examples import data, train
-from jsparse import cli
+from jsparse import cli, cost
 
 DATA = os.environ.get("JSPARSE_DATA")
 
@@ -154,12 +154,54 @@ def test_bench_select(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["distribution"] == "layered"
 
 
+# gTop-k's cluster: 3.6e-5 ms an element of 4 bytes.
+PLAN = ["plan", "--parameters", "25000000", "--density", "0.001", "--workers", "32"]
+PLAN += ["--bandwidth", "0.88889", "--latency", "436"]
+
+
+def test_plan(tmp_path, capsys):
+    plot, path = tmp_path / "x.png", tmp_path / "x.json"
+    cli.main([*PLAN, "--step-time", "100", "--json", str(path), "--plot", str(plot)])
+    out = capsys.readouterr().out
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    figures = json.loads(path.read_text())
+    results = {result["name"]: result for result in figures["algorithms"]}
+    assert list(results) == sorted(results, key=lambda name: results[name]["step_ms"])
+    assert set(results) == set(cost.ALGORITHMS) - {"hitopk", "torus", "dense_hierarchical"}
+    for name, result in results.items():
+        assert name in out
+        assert result["step_ms"] == pytest.approx(100 + result["communication_ms"]["expected"])
+    assert results["dense"]["times_faster_than_dense"] == 1
+    assert results["topk_allgather"]["communication_ms"]["expected"] == pytest.approx(57.98, rel=1e-3)
+    assert results["topk_allgather"]["sends_bytes"] == [6_200_000 + 16] * 2
+    assert results["gtopk_tree"]["sends_bytes"] is None
+    assert figures["cheapest"] == "gtopk"
+    assert "Sparse wins: a step with gtopk is 16.6" in out
+    assert "--selection-time" in out
+
+
+def test_plan_says_when_dense_wins(tmp_path, capsys):
+    arguments = ["--bandwidth", "400", "--gpus-per-node", "8", "--step-time", "100", "--selection-time", "50"]
+    cli.main([*PLAN, *arguments, "--plot", str(tmp_path / "x.png")])
+    out = capsys.readouterr().out
+    assert "Dense wins: no sparse algorithm is predicted to be faster than" in out
+    assert "hitopk" in out
+    cli.main([*PLAN, *arguments, "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["dense_wins"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "required"),
         (["bench", "select", "--density", "3"], "density is 3.0"),
         (["bench", "select", "--size", "0"], "at least 1"),
+        (["plan", "--workers", "4"], "--parameters, --bandwidth"),
+        ([*PLAN, "--density", "0"], "density is 0.0"),
+        ([*PLAN, "--parameters", "0"], "--parameters is 0"),
+        ([*PLAN, "--bandwidth", "0"], "0.0 Gbit/s"),
+        ([*PLAN, "--gpus-per-node", "5"], "32 workers do not fill nodes of 5"),
+        ([*PLAN, "--selection-time", "-1"], "at least 0"),
     ],
 )
 def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
@@ -171,3 +213,4 @@ def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
 def test_the_module_runs():
     out = subprocess.run([sys.executable, "-m", "jsparse", "--help"], check=True, capture_output=True, text=True)
     assert "bench" in out.stdout
+    assert "plan" in out.stdout

@@ -33,6 +33,7 @@ LAYERS = [
     {"jsparse._error_feedback"},
     {"jsparse._transform", "jsparse._presets", "jsparse._per_worker", "jsparse._state", "jsparse._sync"},
     {"jsparse._train_step"},
+    {"jsparse.cost"},
     {"jsparse.cli", "jsparse.__main__"},
 ]
 COLLECTIVES = {"psum", "pmax", "pmin", "pmean", "all_gather", "all_to_all", "ppermute", "psum_scatter", "axis_index"}
@@ -87,7 +88,7 @@ def test_only_comm_names_a_collective(module: str):
 
 
 def public():
-    for package in (jsparse, jsparse.select, jsparse.allreduce, jsparse.wire, kernels_pallas):
+    for package in (jsparse, jsparse.select, jsparse.allreduce, jsparse.wire, jsparse.cost, kernels_pallas):
         for name in package.__all__:
             yield pytest.param(package, name, id=f"{package.__name__}.{name}")
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 
@@ -39,5 +39,17 @@ class AllReduce(Protocol):
           ``(total, delivered, state)``. ``total`` is the same bits on every worker. ``delivered`` is this worker's
           share of it: summed over workers it is ``total``, so that ``x - delivered`` is what has yet to be sent. Its
           indices may stand in any order.
+        """
+        ...
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        """What a worker sends in one call, at least and at most: what :func:`jsparse.traffic` reads off its program.
+
+        Args:
+          n: the vectors' length.
+          k: the capacity of a sparse vector, as the selector hands it over; ``n`` for a dense one.
+          size: P.
+          dtype: of the values.
+          wire: the layout of its messages.
         """
         ...

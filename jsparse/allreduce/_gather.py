@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn, one_of
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 
@@ -22,7 +22,7 @@ BALANCING_LENGTHS = (0.25, 0.5, 1.0)
 
 
 def lengths_between(least: int, most: int) -> list[int]:
-    """Static lengths for a message that holds ``least`` to ``most`` elements, mostly: ascending, each √2 times the last.
+    """Static lengths for a message that holds ``least`` to ``most`` elements, mostly: ascending, by factors of √2.
 
     >>> lengths_between(50, 450)
     [50, 70, 100, 141, 200, 282, 400, 450]
@@ -74,7 +74,7 @@ def gather_parts(
     Returns:
       Everyone's elements as one run, alike on all workers.
     """
-    lengths = _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, mine.capacity)
+    lengths = _part_lengths(balance_above, share, mine.capacity)
     capacity = min(comm.size * lengths[-1], mine.n)
     count = mine.count
 
@@ -93,6 +93,25 @@ def gather_parts(
         branches.append(balanced)
     index = jnp.minimum(fitting(jnp.max(parts), lengths), len(branches) - 1)
     return comm.switch(index, branches, replicated=True)
+
+
+def gather_parts_sends(
+    capacity: int, share: int, size: int, *, balance_above: float, dtype: DTypeLike, wire: Wire
+) -> tuple[Cost, Cost]:
+    """What a worker whose elements have room for ``capacity`` sends in :func:`gather_parts`, at least and at most."""
+
+    def gather(length: int) -> Cost:
+        return collective_cost("all_gather", 4 * wire.words(length, dtype), size)
+
+    def exchange(length: int) -> Cost:
+        return collective_cost("all_to_all", 4 * size * wire.words(length, dtype), size)
+
+    lengths = _part_lengths(balance_above, share, capacity)
+    branches: list[Cost | tuple[Cost, Cost]] = [gather(length) for length in lengths]
+    if lengths[-1] < capacity:
+        exchanges = [exchange(length) for length in _lengths(BALANCING_LENGTHS, share, share)]
+        branches.append(in_turn(collective_cost("all_gather", 4, size), one_of(*exchanges), gather(share)))
+    return one_of(*branches)
 
 
 def _balance(
@@ -145,6 +164,10 @@ def _reduce_to(counts: jax.Array, room: int) -> jax.Array:
     share = ((room >> shift) << 14) // jnp.maximum(-(-total >> shift), 1)
     high, low = counts >> 14, counts & (2**14 - 1)
     return jnp.where(total > room, high * share + (low * share >> 14), counts)
+
+
+def _part_lengths(balance_above: float, share: int, most: int) -> list[int]:
+    return _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, most)
 
 
 def _lengths(shares: Sequence[float], share: int, most: int) -> list[int]:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn, one_of
 from .._operator import Operator
 from .._sparse_vector import SparseVector
 from ..wire import Wire
@@ -42,6 +43,13 @@ def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire
     return with_length(comm, jnp.max(counts), -(-k // size), k, exchange)
 
 
+def split_and_reduce_sends(k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+    """What a worker sends in :func:`split_and_reduce` at least and at most."""
+    return with_length_sends(
+        -(-k // size), k, size, lambda length: collective_cost("all_to_all", 4 * size * wire.words(length, dtype), size)
+    )
+
+
 def with_length(
     comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], SparseVector]
 ) -> SparseVector:
@@ -51,6 +59,13 @@ def with_length(
         return send(most)
     index = fitting(comm.pmax(count), lengths)
     return comm.switch(index, [functools.partial(send, length) for length in lengths])
+
+
+def with_length_sends(least: int, most: int, size: int, cost: Callable[[int], Cost]) -> tuple[Cost, Cost]:
+    """What a worker sends in :func:`with_length` at least and at most, where a message of a length has this cost."""
+    lengths = lengths_between(least, most)
+    agree = collective_cost("pmax", 4, size) if len(lengths) > 1 else Cost()
+    return in_turn(agree, one_of(*(cost(length) for length in lengths)))
 
 
 def regions(x: SparseVector, parts: int, block: int) -> tuple[jax.Array, jax.Array]:
@@ -97,14 +112,14 @@ def gather_regions(
         return min(wire.words(length, dtype), MOST)
 
     # The words of a message, in each form; every form sends P - 1 of them.
-    lengths = lengths_between(min(-(-k // size), mine.capacity), mine.capacity)
+    lengths = _region_lengths(k, size, block)
     table = jnp.array([words(length) for length in lengths])
     direct = fitting(jnp.max(counts), lengths)
     cost, length = table[direct], direct
     if len(lengths) > 1:
         share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
         even = fitting(share, lengths)
-        amounts = halvings(lengths[-1], down_to=lengths[0] // 4)
+        amounts = _amounts(lengths)
         way = fitting(jnp.max(moves(counts, share)[1]), amounts)
         together = table[even] + jnp.array([words(amount) for amount in amounts])[way]
         cost, length = jnp.minimum(cost, together), jnp.where(together < cost, even, direct)
@@ -128,3 +143,31 @@ def gather_regions(
         forms.append(dense)
         length = jnp.where(cost <= min(block * dtype.itemsize // 4, MOST), length, len(lengths))
     return comm.switch(length, forms, replicated=True)
+
+
+def gather_regions_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+    """What a worker sends in :func:`gather_regions` at least and at most."""
+    block = -(-n // size)
+    lengths = _region_lengths(k, size, block)
+
+    def rows(length: int) -> int:
+        return 4 * wire.words(length, dtype)
+
+    balancing = [Cost()]
+    if len(lengths) > 1:
+        balancing += [collective_cost("all_to_all", size * rows(amount), size) for amount in _amounts(lengths)]
+    forms = [collective_cost("all_gather", rows(length), size) for length in lengths]
+    if min(size * k, n) > delta(n, dtype, wire):
+        forms.append(collective_cost("all_gather", block * jnp.dtype(dtype).itemsize, size))
+    return in_turn(collective_cost("all_gather", 4, size), one_of(*balancing), one_of(*forms))
+
+
+def _region_lengths(k: int, size: int, block: int) -> list[int]:
+    """The lengths that a region's message may have."""
+    most = min(size * k, block)
+    return lengths_between(min(-(-k // size), most), most)
+
+
+def _amounts(lengths: list[int]) -> list[int]:
+    """The lengths that the messages between two workers may have that balance such regions."""
+    return halvings(lengths[-1], down_to=lengths[0] // 4)

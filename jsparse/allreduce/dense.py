@@ -4,9 +4,10 @@ import dataclasses
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn
 from ..wire import Wire
 
 
@@ -29,3 +30,6 @@ class Dense:
         self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Wire
     ) -> tuple[jax.Array, jax.Array, tuple[()]]:
         return comm.psum(x), x, state
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        return in_turn(collective_cost("psum", n * jnp.dtype(dtype).itemsize, size))

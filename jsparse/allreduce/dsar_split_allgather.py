@@ -7,11 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn
 from .._operator import COMBINE, Operator, check_operator
 from .._sparse_vector import SparseVector
 from ..wire import Wire
-from ._regions import merge_region, regions, split_and_reduce, with_length
+from ._regions import (
+    merge_region,
+    regions,
+    split_and_reduce,
+    split_and_reduce_sends,
+    with_length,
+    with_length_sends,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,19 @@ class DsarSplitAllGather:
             reduced = COMBINE[self.operator](reduced, other)
         everyone = comm.all_gather(reduced).reshape(groups, members, piece)
         return everyone.swapaxes(0, 1).reshape(-1)[: x.n], x, state
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        members, groups = self.group, size // self.group
+        piece = -(-n // size) * jnp.dtype(dtype).itemsize
+        gather = collective_cost("all_gather", piece, size)
+        if members == 1:
+            return in_turn(split_and_reduce_sends(k, size, dtype=dtype, wire=wire), gather)
+
+        def split(length: int) -> Cost:
+            return collective_cost("ppermute", 4 * wire.words(length, dtype), size) * (members - 1)
+
+        reduce = collective_cost("ppermute", piece, size) * (groups - 1)
+        return in_turn(with_length_sends(-(-k // members), k, size, split), reduce, gather)
 
 
 def _reduce_in_group(

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_top_k
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 from ._pairs import butterfly, choose, deliver, receives, replicate
@@ -77,6 +77,19 @@ class GTopk:
         if self.put_back == "paper":
             delivered = _within(x, total)
         return total, delivered, state
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        row = 4 * wire.words(k, dtype)
+        message = collective_cost("ppermute", row, size)
+        match self.topology:
+            case "butterfly":
+                into, rounds, out = butterfly(size)
+                fate = collective_cost("ppermute", row + 4 * -(-k // bitmap.WORD), size)
+                return in_turn(*[message for _ in into[:1]], *[message for _ in rounds], *[fate for _ in out[:1]])
+            case "tree":
+                return in_turn(message * (2 * (size - 1).bit_length()))
+            case _:
+                return in_turn(collective_cost("all_gather", row, size))
 
 
 def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, SparseVector]:

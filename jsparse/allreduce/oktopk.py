@@ -35,12 +35,12 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_above
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn, one_of
 from .._density import check_density, check_steps, elements_kept
 from .._sparse_vector import SparseVector
 from ..wire import Wire
-from ._gather import gather_parts
-from ._threshold import global_threshold
+from ._gather import gather_parts, gather_parts_sends
+from ._threshold import global_threshold, global_threshold_sends
 
 
 class OkTopkState(NamedTuple):
@@ -143,6 +143,24 @@ class OkTopk:
         delivered = sent.where(bitmap.contains(total.union(), sent.indices))
         overflowed = x.count - jnp.sum(sent.count, dtype=jnp.int32)
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        k = elements_kept(self.density, n)  # Its own: what was selected beyond the room of a region stays behind.
+        share = -(-k // size)
+        row = 4 * wire.words(share, dtype)
+        if self.split == "rotate":
+            split = collective_cost("ppermute", row, size) * (size - 1)
+        else:
+            split = collective_cost("all_to_all", size * row, size)
+        if k < n:
+            boundaries = one_of(Cost(), collective_cost("psum", 4 * size, size))
+            threshold = global_threshold_sends(size, dtype)
+        else:
+            boundaries, threshold = Cost(), collective_cost("all_gather", 4, size)
+        gather = gather_parts_sends(
+            min(size * share, n), share, size, balance_above=self.balance_above, dtype=dtype, wire=wire
+        )
+        return in_turn(boundaries, split, threshold, gather)
 
 
 def _even_regions(n: int, size: int) -> jax.Array:

@@ -10,13 +10,13 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn, one_of
 from .._operator import COMBINE, Operator, check_operator, neutral
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 from ._gather import delta, fitting, lengths_between
 from ._pairs import Pairs, butterfly, choose, deliver, receives, replicate
-from ._regions import with_length
+from ._regions import with_length, with_length_sends
 
 
 class Filling(NamedTuple):
@@ -86,6 +86,25 @@ class SsarRecursiveDoubling:
         if out:
             values = choose(receives(comm, out), self._send_filling(comm, total, k, out, wire).values, values)
         return replicate(comm, values, wire), x, state
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        into, rounds, out = butterfly(size)
+        most, capacity, parts = delta(n, dtype, wire), k, []
+
+        def message(length: int) -> Cost:
+            return collective_cost("ppermute", 4 * wire.words(length, dtype), size)
+
+        def exchange() -> tuple[Cost, Cost]:
+            if capacity <= most:
+                return with_length_sends(k, capacity, size, message)
+            forms = [message(length) for length in lengths_between(min(k, most), most)]
+            dense = collective_cost("ppermute", n * jnp.dtype(dtype).itemsize, size)
+            return in_turn(collective_cost("pmax", 4, size), one_of(*forms, dense))
+
+        for _ in [*into[:1], *rounds]:
+            parts.append(exchange())
+            capacity = min(2 * capacity, n)
+        return in_turn(*parts, *(exchange() for _ in out[:1]))
 
     def _settle(self, x: SparseVector, wire: Wire) -> SparseVector | Filling:
         """The vector in the form that it can stay in: sparse where it has no room for more than δ elements."""

@@ -6,11 +6,11 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost, in_turn
 from .._operator import Operator, check_operator
 from .._sparse_vector import SparseVector
 from ..wire import Wire
-from ._regions import gather_regions, split_and_reduce
+from ._regions import gather_regions, gather_regions_sends, split_and_reduce, split_and_reduce_sends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +49,7 @@ class SsarSplitAllGather:
         mine = split_and_reduce(comm, x, self.operator, wire)
         total = gather_regions(comm, mine, x.n, x.capacity, self.operator, step=step, wire=wire)
         return total, x, state
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        split = split_and_reduce_sends(k, size, dtype=dtype, wire=wire)
+        return in_turn(split, gather_regions_sends(n, k, size, dtype=dtype, wire=wire))

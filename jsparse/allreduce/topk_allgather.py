@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 
@@ -33,3 +33,6 @@ class TopkAllGather:
     ) -> tuple[SparseVector, SparseVector, tuple[()]]:
         everyone = comm.all_gather(wire.encode(x))
         return wire.decode(everyone, x.n, x.values.dtype), x, state
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        return in_turn(collective_cost("all_gather", 4 * wire.words(k, dtype), size))

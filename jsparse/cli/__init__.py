@@ -1,9 +1,9 @@
-"""The command line: ``jsparse bench select``."""
+"""The command line: ``jsparse plan``, ``jsparse bench select``."""
 
 import argparse
 from collections.abc import Sequence
 
-from . import bench_select
+from . import bench_select, plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan.add_parser(commands)
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
     bench_select.add_parser(bench)
     args = parser.parse_args(argv)

@@ -22,6 +22,7 @@ import kernels_pallas
 
 from .. import select
 from .._density import check_density, elements_kept
+from ._plot import pyplot
 
 DISTRIBUTIONS = ("gaussian", "heavy", "layered", "periodic", "ties")
 
@@ -208,13 +209,7 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws one bar for each form."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     ordered = sorted(figures["forms"], key=lambda form: form["median_ms"])
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     bars = axes.barh([form["name"] for form in ordered], [form["median_ms"] for form in ordered])

@@ -1,0 +1,209 @@
+"""``jsparse plan``: what each algorithm costs on a cluster, and which to take."""
+
+import argparse
+import inspect
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+
+from .. import _presets, cost
+from .._comm import Cost
+from .._density import check_density, elements_kept
+from ._plot import pyplot
+
+# On one level hitopk is topk_allgather, and the others are dense.
+TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
+MOST_WORKERS = 4096
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="predict what each algorithm costs on a cluster, and which to take",
+        description=__doc__,
+        epilog="Networks are modelled by latency and bandwidth, and nothing overlaps: a step is computing, selection "
+        "(sparse algorithms only) and communication, one after the other.",
+    )
+    parser.add_argument("--parameters", type=int, required=True, metavar="N", help="elements of the gradient")
+    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
+    parser.add_argument("--workers", type=int, required=True, metavar="P", help="GPUs in all")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=1, metavar="G", help="workers that share a link (default 1)"
+    )
+    parser.add_argument("--bandwidth", type=float, required=True, metavar="GBIT", help="of a node's link, in Gbit/s")
+    parser.add_argument("--latency", type=float, default=50.0, metavar="US", help="of it, microseconds (default 50)")
+    parser.add_argument(
+        "--node-bandwidth", type=float, default=200.0, metavar="GBIT", help="of each GPU inside a node (default 200)"
+    )
+    parser.add_argument("--node-latency", type=float, default=5.0, metavar="US", help="inside a node (default 5)")
+    parser.add_argument(
+        "--step-time", type=float, default=0.0, metavar="MS", help="of a step without communication (default 0)"
+    )
+    parser.add_argument(
+        "--selection-time",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="what selecting adds to it (default 0; `jsparse bench select` measures it)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw time against workers there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    figures = predict(args)
+    if args.json == "-":
+        print(json.dumps(figures, indent=2))
+    else:
+        show(figures)
+    if args.json and args.json != "-":
+        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
+    if args.plot:
+        draw_times(figures, args.plot)
+
+
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of every algorithm, the fastest step first."""
+    check_density(args.density)
+    if args.parameters < 1:
+        raise ValueError(f"--parameters is {args.parameters}; it is a number of elements, at least 1")
+    if args.step_time < 0 or args.selection_time < 0:
+        raise ValueError("--step-time and --selection-time are milliseconds, at least 0")
+    alpha, beta = cost.link(args.bandwidth, args.latency)
+    node = cost.Node(args.gpus_per_node, *cost.link(args.node_bandwidth, args.node_latency))
+    k = elements_kept(args.density, args.parameters)
+    results = []
+    for name in names(node.gpus):
+        prediction = cost.predict(name, args.parameters, k, args.workers, alpha, beta, node=node)
+        cases = {case: getattr(prediction, case) for case in ("best", "expected", "worst")}
+        step = args.step_time + 1e3 * prediction.expected.seconds
+        sends = exact(name, args.parameters, args.density, args.workers)
+        results.append(
+            {
+                "name": name,
+                "messages": prediction.expected.messages,
+                "bytes": {case: 4 * load.words for case, load in cases.items()},
+                "communication_ms": {case: 1e3 * load.seconds for case, load in cases.items()},
+                "step_ms": step if name in cost.DENSE else step + args.selection_time,
+                "sends_bytes": [part.bytes for part in sends] if sends else None,
+                "sends_messages": [part.messages for part in sends] if sends else None,
+            }
+        )
+    dense = min(result["step_ms"] for result in results if result["name"] in cost.DENSE)
+    for result in results:
+        result["times_faster_than_dense"] = dense / result["step_ms"] if result["step_ms"] else 1.0
+    results.sort(key=lambda result: result["step_ms"])
+    return {
+        "parameters": args.parameters,
+        "k": k,
+        "workers": args.workers,
+        "alpha": alpha,
+        "beta": beta,
+        "node": {"gpus": node.gpus, "alpha": node.alpha, "beta": node.beta},
+        "step_time_ms": args.step_time,
+        "selection_time_ms": args.selection_time,
+        "cheapest": results[0]["name"],
+        "dense_wins": results[0]["name"] in cost.DENSE,
+        "algorithms": results,
+    }
+
+
+def names(gpus: int) -> list[str]:
+    """The algorithms that differ on such a cluster."""
+    return [name for name in cost.ALGORITHMS if gpus > 1 or name not in TWO_LEVELS]
+
+
+def exact(name: str, n: int, density: float, size: int) -> tuple[Cost, Cost] | None:
+    """What the preset of that name sends; None without one over a single axis."""
+    preset = getattr(_presets, name, None)
+    if preset is None or "comm" not in (parameters := inspect.signature(preset).parameters):
+        return None
+    arguments = {"density": density} if "density" in parameters else {}
+    return cost.exact(preset("workers", **arguments), jax.ShapeDtypeStruct((n,), jnp.float32), size)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table, and what follows from it."""
+    node = figures["node"]
+    nodes = f" in nodes of {node['gpus']}" if node["gpus"] > 1 else ""
+    table = rich.table.Table(
+        title=f"n = {figures['parameters']:,}, k = {figures['k']:,}, {figures['workers']} workers{nodes}",
+        caption="ms: communication as predicted, expected under uniform indices; step ms: with it. MB: likewise, of "
+        "the busiest worker. jsparse MB: what a worker sends in this library, at least and at most.",
+    )
+    table.add_column("algorithm")
+    for column in ("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"):
+        table.add_column(column, justify="right")
+    for result in figures["algorithms"]:
+        times, sends = result["communication_ms"], result["sends_bytes"]
+        table.add_row(
+            result["name"],
+            f"{result['messages']:,.0f}",
+            short(result["bytes"]["expected"] / 1e6),
+            *(short(times[case]) for case in ("best", "expected", "worst")),
+            short(result["step_ms"]),
+            f"{result['times_faster_than_dense']:.2f} x",
+            " to ".join(dict.fromkeys(short(part / 1e6) for part in sends)) if sends else "",
+        )
+    console = rich.console.Console(width=120, highlight=False)
+    console.print(table)
+    console.print(verdict(figures))
+
+
+def short(figure: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
+
+
+def verdict(figures: dict[str, Any]) -> str:
+    """Which to take, in words."""
+    results = figures["algorithms"]
+    sparse = next(result for result in results if result["name"] not in cost.DENSE)
+    times = sparse["times_faster_than_dense"]
+    if figures["dense_wins"]:
+        advice = (
+            f"Dense wins: no sparse algorithm is predicted to be faster than {figures['cheapest']}. The nearest, "
+            f"{sparse['name']}, makes a step {1 / times:.2f} times as long."
+        )
+    else:
+        advice = (
+            f"Sparse wins: a step with {sparse['name']} is {times:.2f} times as fast as with the fastest dense one."
+        )
+    if not figures["selection_time_ms"]:
+        advice += " Selection is counted as free: give --selection-time."
+    return advice
+
+
+def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws each algorithm's expected communication time against the number of workers."""
+    plt = pyplot()
+    node = cost.Node(**figures["node"])
+    powers = [2**i for i in range(MOST_WORKERS.bit_length())]
+    sizes = [P for P in powers if 2 <= P < node.gpus] + [node.gpus * P for P in powers]
+    sizes = [P for P in sizes if 2 <= P <= MOST_WORKERS]
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    for number, name in enumerate(names(node.gpus)):
+        predictions = [
+            cost.predict(name, figures["parameters"], figures["k"], P, figures["alpha"], figures["beta"], node=node)
+            for P in sizes
+        ]
+        style = {"color": "black"} if name == "dense" else {"color": f"C{number % 10}"}
+        times = [1e3 * prediction.expected.seconds for prediction in predictions]
+        axes.plot(sizes, times, "-" if number < 10 else "--", marker="osv^Dx+"[number % 7], label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(
+        xlabel="workers",
+        ylabel="ms of communication, expected",
+        title=f"n = {figures['parameters']:,}, k = {figures['k']:,}",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

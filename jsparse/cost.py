@@ -1,0 +1,413 @@
+"""What a synchronisation costs: the papers' α-β models, and exactly what this library sends.
+
+A message of L words (of 4 bytes) takes ``α + β L`` seconds; a sparse element is two words, its value and its index.
+``log`` is to base 2 and rounded up: that is how many rounds a number of workers takes that is no power of two. Time for
+computing, selecting and summing is not in the model.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._comm import Cost, collective_cost, in_turn
+from ._transform import Config, SparseAllReduce
+
+__all__ = ["ALGORITHMS", "DENSE", "Load", "Node", "Prediction", "choose", "exact", "expected_union", "link", "predict"]
+
+
+def _check_link(alpha: float, beta: float) -> None:
+    if not (0 <= alpha < math.inf and 0 <= beta < math.inf):
+        raise ValueError(
+            f"alpha is {alpha} and beta {beta}; they are seconds a message and a word, at least 0: "
+            "jsparse.cost.link(gbit, microseconds) makes them"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A machine with several workers, and the network inside it.
+
+    Its workers share one link to the other machines. A collective that the backend runs as a ring or a tree along the
+    machines (the sum, the all-gather) crosses that link once. What workers send to each other directly (an all-to-all,
+    the rounds of a butterfly) crosses it side by side: of each worker's words, the part that leaves the machine.
+
+    Attributes:
+      gpus: workers in it, at least 1.
+      alpha: seconds a message inside it.
+      beta: seconds a word inside it, of each worker.
+    """
+
+    gpus: int = 1
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def __post_init__(self):
+        if self.gpus < 1:
+            raise ValueError(f"gpus is {self.gpus}; a node has at least 1 worker")
+        _check_link(self.alpha, self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one synchronisation costs.
+
+    Attributes:
+      messages: that the busiest worker sends, one after the other.
+      words: of 4 bytes, that it sends.
+      seconds: that this takes.
+    """
+
+    messages: float
+    words: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What an algorithm costs, by where the workers' elements lie.
+
+    Attributes:
+      algorithm: its name.
+      best: all workers have the same indices: the sum has K = k elements.
+      expected: indices are drawn uniformly: K is :func:`expected_union`.
+      worst: no two workers have one in common: K = k P, and at most n.
+    """
+
+    algorithm: str
+    best: Load
+    expected: Load
+    worst: Load
+
+
+def link(gbit: float, microseconds: float) -> tuple[float, float]:
+    """α and β of a network.
+
+    Args:
+      gbit: its bandwidth, in 10^9 bits a second, above 0.
+      microseconds: its latency, from one worker's call to the other's.
+
+    Returns:
+      Seconds a message, and seconds a word of 4 bytes.
+
+    >>> link(1, 50)
+    (5e-05, 3.2e-08)
+    """
+    if not gbit > 0:
+        raise ValueError(f"the bandwidth is {gbit} Gbit/s; it is above 0")
+    if not microseconds >= 0:
+        raise ValueError(f"the latency is {microseconds} microseconds; it is at least 0")
+    return microseconds / 1e6, 32 / (gbit * 1e9)
+
+
+def expected_union(n: int, k: int, P: int) -> float:
+    """E[K], the elements that the sum is expected to have: each of P workers has k of n indices, drawn uniformly.
+
+    Args:
+      n: the gradient's length.
+      k: elements that each worker has, at most n.
+      P: workers.
+
+    Returns:
+      ``n (1 - (1 - k/n)**P)``, the closed form of SparCML's sum, without its cancellation.
+
+    References:
+      SparCML thesis, section 3.2.1.
+
+    >>> round(expected_union(512, 64, 8), 1)
+    336.1
+    """
+    return -n * math.expm1(P * math.log1p(-k / n)) if k < n else float(n)
+
+
+def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node()) -> Prediction:
+    """What one synchronisation costs, by the paper's model of the algorithm.
+
+    Args:
+      algorithm: one of ``ALGORITHMS``.
+      n: the gradient's length.
+      k: elements that a worker selects, from 1 to n.
+      P: workers.
+      alpha: seconds a message; between nodes, where there are several.
+      beta: seconds a word of 4 bytes; likewise (:func:`link` makes both).
+      node: what is inside a node; P is a multiple of its workers, or not above them. Only ``hitopk``, ``torus`` and
+        ``dense_hierarchical`` use both levels. The others run at ``alpha`` and ``beta`` throughout (inside a single
+        node, at its own), sharing the nodes' links as :class:`Node` says.
+
+    Returns:
+      Messages, words and seconds, at best, at worst and expected.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    >>> predict("oktopk", 1_000_000, 10_000, 8, 0.25, 1.0).worst
+    Load(messages=22.0, words=52500.0, seconds=52505.5)
+    """
+    if algorithm not in _MODELS:
+        raise ValueError(f"algorithm is {algorithm!r}; choose one of {', '.join(_MODELS)}")
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}; of {n} elements it is from 1 to {n}")
+    gpus = min(node.gpus, P)
+    if P < 1 or P % gpus:
+        raise ValueError(f"{P} workers do not fill nodes of {node.gpus}: take a multiple of that, or fewer")
+    _check_link(alpha, beta)
+    if P == gpus > 1:
+        alpha, beta = node.alpha, node.beta
+    sent = _MODELS[algorithm](_Cluster(n, k, P, gpus))
+    messages, words, seconds = (
+        np.broadcast_to(figure, 3).astype(float).tolist()
+        for figure in (
+            sent.messages + sent.inner_messages,
+            sent.words + sent.inner_words,
+            sent.messages * alpha + sent.link * beta + sent.inner_messages * node.alpha + sent.inner_words * node.beta,
+        )
+    )
+    return Prediction(algorithm, *map(Load, messages, words, seconds))
+
+
+def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node(), selection: float = 0.0) -> str:
+    """Names the algorithm whose expected time is least, dense ones included.
+
+    It compares times, not what is delivered: ``topk_allgather`` and its like deliver everything that was selected, K
+    elements, ``oktopk`` and ``gtopk`` only k of them.
+
+    Args:
+      n, k, P, alpha, beta, node: as in :func:`predict`.
+      selection: seconds that selecting takes, which dense algorithms do without.
+
+    Returns:
+      One of ``ALGORITHMS``; of equals the first.
+
+    >>> choose(25_000_000, 25_000, 32, *link(1, 50))
+    'oktopk'
+    >>> choose(25_000_000, 25_000, 32, *link(100, 5), selection=0.02)
+    'dense'
+    """
+
+    def seconds(algorithm: str) -> float:
+        expected = predict(algorithm, n, k, P, alpha, beta, node=node).expected.seconds
+        return expected if algorithm in DENSE else expected + selection
+
+    return min(ALGORITHMS, key=seconds)
+
+
+def exact(tx: SparseAllReduce, params: Any, size: int) -> tuple[Cost, Cost]:
+    """What a worker sends in one ``tx.update``, in this implementation: bytes and messages, by closed formulas.
+
+    It is what :func:`jsparse.traffic` reads off the traced program, at less expense.
+
+    Args:
+      tx: a preset, or :func:`jsparse.sparse_allreduce`; not a chain.
+      params: the parameters, or their shapes and types (``jax.ShapeDtypeStruct``).
+      size: P.
+
+    Returns:
+      The least, and the most: each has ``bytes`` and ``messages``.
+
+    >>> least, most = exact(jsparse.topk_allgather("data", density=0.01), jnp.zeros(10_000), 8)
+    >>> least == most, most.bytes, most.messages
+    (True, 5614, 9)
+    """
+    config = tx.config
+    carried, parts = [], []
+    for bucket in config.plan(params):
+        how, n, dtype = config.of(bucket), bucket.layout.n, bucket.layout.dtype
+        capacity, state = jax.eval_shape(functools.partial(_begin, how, n, size, dtype))
+        carried.append(state)
+        parts.append(how.allreduce.sends(n, capacity.shape[0], size, dtype=dtype, wire=how.wire))
+    # With a state to spoil, a step opens with whether a gradient is not finite, and with the step's number.
+    return in_turn(collective_cost("pmax", 8, size) if jax.tree.leaves(carried) else Cost(), *parts)
+
+
+def _begin(how: Config, n: int, size: int, dtype: DTypeLike) -> tuple[jax.Array, Any]:
+    """What is handed to the all-reduce, or as long; and what is carried from step to step."""
+    acc, reduce = jnp.zeros(n, dtype), how.allreduce.init(n, size, dtype)
+    residual = acc if how.error_feedback else None
+    if how.select is None:
+        return acc, (residual, reduce)
+    chosen, state = how.select(acc, how.select.init(n, dtype), jnp.int32(0))
+    return chosen.values, (residual, state, reduce)
+
+
+class _Cluster(NamedTuple):
+    """A synchronisation to be modelled: ``nodes`` of ``gpus`` workers each, P in all."""
+
+    n: int
+    k: int
+    P: int
+    gpus: int
+
+    @property
+    def nodes(self) -> int:
+        return self.P // self.gpus
+
+    @property
+    def part(self) -> float:
+        return (self.P - 1) / self.P
+
+    @property
+    def sharing(self) -> int:
+        """How many workers share a link."""
+        return self.gpus if self.nodes > 1 else 1
+
+    @property
+    def shared(self) -> float:
+        """How many times the words of one worker cross a node's link when each sends to all others alike."""
+        return self.sharing * (self.P - self.sharing) / (self.P - 1) if self.P > 1 else 1.0
+
+    def butterfly(self, words: list[np.ndarray]) -> "_Sent":
+        """Rounds of so many words, each twice as far as the one before: the first of them stay inside the nodes."""
+        leaving = [self.sharing * sent for i, sent in enumerate(words) if 2 ** (i + 1) > self.sharing]
+        return _Sent(len(words), sum(words, np.zeros(3)), sum(leaving, np.zeros(3)))
+
+    def union(self, workers: int) -> np.ndarray:
+        """How many elements so many workers have together: at best, expected, at worst."""
+        return np.array([self.k, expected_union(self.n, self.k, workers), min(self.k * workers, self.n)])
+
+    def smaller(self, elements: np.ndarray) -> np.ndarray:
+        """Words of so many elements: sparse, or dense from the thesis's δ on (section 3.3.2), here n/2."""
+        return np.minimum(2 * elements, self.n)
+
+
+class _Sent(NamedTuple):
+    """What a worker sends: numbers, or three of them: at best, expected, at worst.
+
+    Attributes:
+      messages: between nodes; all of them, for an algorithm of one level.
+      words: likewise.
+      link: words over a node's link meanwhile.
+      inner_messages: inside the nodes.
+      inner_words: likewise.
+    """
+
+    messages: float
+    words: float | np.ndarray
+    link: float | np.ndarray
+    inner_messages: float = 0
+    inner_words: float | np.ndarray = 0.0
+
+
+def _rounds(workers: int) -> int:
+    return (workers - 1).bit_length()
+
+
+def _along(messages: float, words: float | np.ndarray) -> _Sent:
+    """Rings and trees along the nodes."""
+    return _Sent(messages, words, words)
+
+
+def _dense(on: _Cluster) -> _Sent:
+    """Ok-Topk, Table 1, "Dense"."""
+    return _along(2 * _rounds(on.P), 2 * on.n * on.part)
+
+
+def _topk_allgather(on: _Cluster) -> _Sent:
+    """Ok-Topk, Table 1, "TopkA"; gTop-k, Table I, "TopKAllReduce"."""
+    return _along(_rounds(on.P), 2 * on.k * (on.P - 1))
+
+
+def _gaussiank(on: _Cluster) -> _Sent:
+    """Ok-Topk, Table 1, "Gaussiank": the published latency, twice that of TopkA."""
+    return _along(2 * _rounds(on.P), 2 * on.k * (on.P - 1))
+
+
+def _split_allgather(on: _Cluster, messages: float, split: float | np.ndarray, gathered: float | np.ndarray) -> _Sent:
+    return _Sent(messages, split + gathered, split * on.shared + gathered)
+
+
+def _topk_dsa(on: _Cluster) -> _Sent:
+    """Ok-Topk, Table 1, "TopkDSA": from 4k to 2k + n, gathered dense where that is less."""
+    messages = on.P + 2 * _rounds(on.P) if on.P > 1 else 0
+    return _split_allgather(on, messages, 2 * on.k * on.part, on.smaller(on.union(on.P)) * on.part)
+
+
+def _gtopk(on: _Cluster) -> _Sent:
+    """A butterfly: both partners of each round compute the same merge, so that no broadcast follows."""
+    return on.butterfly([np.array(2 * on.k)] * _rounds(on.P))
+
+
+def _gtopk_tree(on: _Cluster) -> _Sent:
+    """gTop-k, Table I; Ok-Topk, Table 1, "gTopk": a tree, and a broadcast."""
+    return _along(2 * _rounds(on.P), 4 * on.k * _rounds(on.P))
+
+
+def _oktopk(on: _Cluster) -> _Sent:
+    """Ok-Topk, Table 1, from 2k to 6k: split 2k, balance up to 2k, gather 2k. Uniform indices need no balancing."""
+    messages, words = (2 * on.P + 2 * _rounds(on.P) if on.P > 1 else 0), 2 * on.k * on.part
+    return _split_allgather(on, messages, words * np.array([1, 1, 2]), words * np.array([0, 1, 1]))
+
+
+def _ssar_recursive_doubling(on: _Cluster) -> _Sent:
+    """Thesis, Table 3.1: in each round what 1, 2, 4, ... workers have together; in a last, odd one what is missing."""
+    merged = [min(2**i, on.P - 2**i) for i in range(_rounds(on.P))]
+    return on.butterfly([on.smaller(on.union(workers)) for workers in merged])
+
+
+def _ssar_split_allgather(on: _Cluster) -> _Sent:
+    """Thesis, Table 3.1; at worst 2 P k, split and gather at their own worst together."""
+    split = 2 * on.k * np.array([on.part, on.part, 1]) * (on.P > 1)
+    return _split_allgather(on, on.P - 1 + _rounds(on.P), split, on.smaller(on.union(on.P)) * on.part)
+
+
+def _dsar_split_allgather(on: _Cluster) -> _Sent:
+    """Thesis, Table 3.1, and the best case of section 3.3.4: nothing to split, each worker has its own part only."""
+    split = 2 * on.k * np.array([0, on.part, 1]) * (on.P > 1)
+    return _split_allgather(on, on.P - 1 + _rounds(on.P), split, on.n * on.part)
+
+
+def _parameter_server(on: _Cluster) -> _Sent:
+    """A star: the root, whose link has it all, receives everyone's elements and sends each the sum, sparse or dense."""
+    return _along(2 * (on.P - 1), (on.P - 1) * (2 * on.k + on.smaller(on.union(on.P))))
+
+
+def _hitopk(on: _Cluster) -> _Sent:
+    """HiTopKComm, equations 7, 9 and 10, with the indices, which equations 9 and 10 leave out; (8) is no traffic."""
+    between, inside = 2 * on.k / on.gpus * (on.nodes - 1), (on.gpus - 1) / on.gpus
+    gathered = on.smaller(on.union(on.nodes))
+    return _Sent(
+        messages=_rounds(on.nodes),
+        words=between,
+        link=between * on.gpus,
+        inner_messages=on.gpus - 1 + _rounds(on.gpus),
+        inner_words=inside * (on.n + gathered),
+    )
+
+
+def _torus(on: _Cluster) -> _Sent:
+    """2D-torus: reduce-scatter inside, all-reduce of the shards between, all-gather inside; rings throughout."""
+    between, inside = 2 * on.n / on.gpus * (on.nodes - 1) / on.nodes, (on.gpus - 1) / on.gpus
+    return _Sent(2 * (on.nodes - 1), between, between * on.gpus, 2 * (on.gpus - 1), 2 * on.n * inside)
+
+
+def _dense_hierarchical(on: _Cluster) -> _Sent:
+    """A reduction to one worker of each node, the dense all-reduce between these, a broadcast inside."""
+    between, inside = 2 * on.n * (on.nodes - 1) / on.nodes, (on.gpus - 1) / on.gpus
+    return _Sent(2 * _rounds(on.nodes), between, between, 4 * _rounds(on.gpus), 4 * on.n * inside)
+
+
+_MODELS: dict[str, Callable[[_Cluster], _Sent]] = {
+    "dense": _dense,
+    "topk_allgather": _topk_allgather,
+    "topk_dsa": _topk_dsa,
+    "gtopk": _gtopk,
+    "gtopk_tree": _gtopk_tree,
+    "gaussiank": _gaussiank,
+    "oktopk": _oktopk,
+    "ssar_recursive_doubling": _ssar_recursive_doubling,
+    "ssar_split_allgather": _ssar_split_allgather,
+    "dsar_split_allgather": _dsar_split_allgather,
+    "parameter_server": _parameter_server,
+    "hitopk": _hitopk,
+    "torus": _torus,
+    "dense_hierarchical": _dense_hierarchical,
+}
+#: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.
+ALGORITHMS = tuple(_MODELS)
+#: Those of them that send whole gradients.
+DENSE = ("dense", "torus", "dense_hierarchical")

@@ -1,0 +1,258 @@
+"""The cost model: what is sent, exactly; the papers' formulas, tables and figures; the choice."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jsparse
+import transports
+from algorithms import DENSITY, ROWS, Row
+from jsparse import cost
+from jsparse._comm import AxisComm
+from jsparse._density import elements_kept
+from transports import AXIS
+
+LONG = {"w": (3000, 4001), "b": (2_725_263,)}
+GTOPK_CLUSTER = (0.436e-3, 3.6e-8)  # gTop-k, Figure 8: seconds a message, and an element.
+
+
+CASES = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS for size in row.sizes]
+
+
+@pytest.mark.parametrize("row, size", CASES)
+def test_what_is_sent_is_known_beforehand(row: Row, size: int):
+    """The same least and most as in the traced program, for short gradients and long ones."""
+    tx = row.make(AXIS, DENSITY)
+    for shapes in (transports.SHAPES, LONG):
+        params = {name: jax.ShapeDtypeStruct(dims, jnp.float32) for name, dims in shapes.items()}
+        traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), params, axis_sizes={AXIS: size})
+        assert cost.exact(tx, params, size) == (traffic.least, traffic.cost)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_an_all_reduce_sends(row: Row):
+    """By itself, without the transform around it."""
+    how, n, size = row.make(AXIS, DENSITY).config, 100_000, row.sizes[-1]
+    k = elements_kept(DENSITY, n) if row.sparse else n
+
+    def reduce(values, indices):
+        x = jsparse.SparseVector(values, indices, n) if row.sparse else values
+        state = how.allreduce.init(n, size, jnp.float32)
+        return how.allreduce(AxisComm(AXIS), x, state, step=jnp.int32(1), wire=how.wire)
+
+    x = jax.ShapeDtypeStruct((k,), jnp.float32), jax.ShapeDtypeStruct((k,), jnp.int32)
+    traffic = jsparse.traffic(reduce, *x, axis_sizes={AXIS: size})
+    assert how.allreduce.sends(n, k, size, dtype=jnp.float32, wire=how.wire) == (traffic.least, traffic.cost)
+
+
+@pytest.mark.parametrize("name", ["dense", "topk_allgather", "oktopk"])
+def test_in_double_precision_and_at_density_1_too(name: str):
+    row = next(row for row in ROWS if row.name == name)
+    with jax.enable_x64(True):
+        for density, dtype in [(1.0, jnp.float32), (0.05, jnp.float64), (0.05, jnp.bfloat16), (1.0, jnp.float64)]:
+            tx = row.make(AXIS, density)
+            params = {name: jax.ShapeDtypeStruct(dims, dtype) for name, dims in transports.SHAPES.items()}
+            traffic = jsparse.traffic(lambda g, tx=tx: tx.update(g, tx.init(g)), params, axis_sizes={AXIS: 5})
+            assert cost.exact(tx, params, 5) == (traffic.least, traffic.cost)
+
+
+def test_nothing_to_send():
+    assert [part.bytes for part in cost.exact(jsparse.dense(AXIS), {}, 8)] == [0, 0]
+    assert [part.bytes for part in cost.exact(jsparse.oktopk(AXIS, density=0.1), {"a": jnp.zeros((0, 3))}, 8)] == [0, 0]
+
+
+def test_models_stay_near_what_is_sent():
+    """The models leave the exchanges of a few words out; Ok-Topk's is of messages as long as their contents."""
+    n, k, size = 10_000_000, 100_000, 16
+    for name, kwargs in [("dense", {}), ("topk_allgather", {"density": 0.01}), ("oktopk", {"density": 0.01})]:
+        model = cost.predict(name, n, k, size, 0, 1)
+        least, most = cost.exact(getattr(jsparse, name)(AXIS, **kwargs), jnp.zeros(n), size)
+        assert model.best.words <= least.bytes / 4 + 1
+        assert most.bytes / 4 <= model.worst.words * 1.001 + 16 * size + 512
+
+
+def published(n: int, k: int, P: int) -> dict[str, tuple[float, tuple[float, ...]]]:
+    """Messages; words at best and at worst: Ok-Topk Table 1; thesis Table 3.1, with 2 words an item and 1 of N."""
+    log, part = math.log2(P), (P - 1) / P
+    return {
+        "dense": (2 * log, (2 * n * part, 2 * n * part)),
+        "topk_allgather": (log, (2 * k * (P - 1), 2 * k * (P - 1))),
+        "topk_dsa": (P + 2 * log, (4 * k * part, (2 * k + n) * part)),
+        "gtopk_tree": (2 * log, (4 * k * log, 4 * k * log)),
+        "gtopk": (log, (2 * k * log, 2 * k * log)),
+        "gaussiank": (2 * log, (2 * k * (P - 1), 2 * k * (P - 1))),
+        "oktopk": (2 * P + 2 * log, (2 * k * part, 6 * k * part)),
+        "ssar_recursive_doubling": (log, (2 * k * log, 2 * k * (P - 1))),
+        "ssar_split_allgather": (P - 1 + log, (2 * 2 * k * part, 2 * k * P)),
+        "dsar_split_allgather": (P - 1 + log, (n * part, 2 * k + n * part)),
+    }
+
+
+@pytest.mark.parametrize("P", [2, 8, 128])
+def test_the_papers_tables(P: int):
+    n, k = 1_000_000, 1000
+    dense_from = n / 2 / k  # TopkDSA's worst case in the table is the one that has filled in.
+    for name, (messages, words) in published(n, k, P).items():
+        got = cost.predict(name, n, k, P, 0.5, 0.25)
+        if name == "topk_dsa" and dense_from > P:
+            words = words[0], (2 * k + 2 * k * P) * (P - 1) / P
+        assert (got.best.words, got.worst.words) == pytest.approx(words)
+        for load in (got.best, got.expected, got.worst):
+            assert load.messages == messages
+            assert load.seconds == pytest.approx(0.5 * load.messages + 0.25 * load.words)
+
+
+def test_the_thesiss_expectations():
+    n, k, P = 4096, 64, 16
+
+    def f(k, n, P):  # As printed.
+        return n * sum((-1) ** (i - 1) * math.comb(P, i) * (k / n) ** i for i in range(1, P + 1))
+
+    words = {
+        "ssar_recursive_doubling": sum(2 * f(k, n, 2 ** (i - 1)) for i in range(1, 5)),
+        "ssar_split_allgather": 2 * ((P - 1) / P * k + (P - 1) * f(k / P, n / P, P)),
+        "dsar_split_allgather": (P - 1) / P * (2 * k + n),
+    }
+    for name, expected in words.items():
+        assert cost.predict(name, n, k, P, 0, 1).expected.words == pytest.approx(expected)
+    assert cost.expected_union(n, k, P) == pytest.approx(f(k, n, P))
+
+
+def test_expected_unions():
+    """Thesis, Figure 3.4 (N = 512), by drawing; and where the printed sum would cancel."""
+    rng = np.random.default_rng(0)
+    for P in (2, 4, 8, 16, 32):
+        for k in (1, 8, 64, 256):
+            drawn = [np.unique([rng.choice(512, k, replace=False) for _ in range(P)]).size for _ in range(200)]
+            assert np.mean(drawn) == pytest.approx(
+                cost.expected_union(512, k, P), abs=4 * np.std(drawn) / 200**0.5 + 0.01
+            )
+    assert cost.expected_union(512, 512, 3) == 512
+    assert cost.expected_union(10**12, 1, 4096) == pytest.approx(4096, rel=1e-8)
+    assert cost.expected_union(100, 100, 1) == 100
+
+
+@pytest.mark.parametrize("name", cost.ALGORITHMS)
+def test_any_number_of_workers(name: str):
+    """Best, expected and worst are in order, and one worker sends nothing."""
+    for P in range(1, 40):
+        for k in (1, 100, 700, 1000):
+            for gpus in (1, 4):
+                if gpus > P or P % gpus == 0:
+                    got = cost.predict(name, 1000, k, P, 1, 1, node=cost.Node(gpus, 0.1, 0.1))
+                    times = [got.best.seconds, got.expected.seconds, got.worst.seconds]
+                    assert times == pytest.approx(sorted(times)), (P, k)
+                    assert (got.worst.words == got.worst.seconds == got.best.messages == 0) == (P == 1)
+
+
+def test_hitopkcomm():
+    """Equations 7, 9 and 10, in words, with two words an element in the latter two."""
+    nodes, gpus, n, k = 16, 8, 25_000_000, 250_000
+    inner, (alpha, beta) = cost.Node(gpus, 5e-6, 1e-10), (5e-5, 1.28e-9)
+    seconds = [
+        (gpus - 1) * inner.alpha + (gpus - 1) * n / gpus * inner.beta,
+        alpha * 4 + (nodes - 1) * 2 * k / gpus * beta * gpus,  # The node's workers share its link.
+        inner.alpha * 3 + (gpus - 1) * 2 * k * nodes / gpus * inner.beta,
+    ]
+    got = cost.predict("hitopk", n, k, nodes * gpus, alpha, beta, node=inner)
+    assert got.worst.seconds == pytest.approx(sum(seconds))
+    assert got.best.seconds == pytest.approx(sum(seconds) - (gpus - 1) / gpus * 2 * k * (nodes - 1) * inner.beta)
+    # Section 5.3, Figure 7: faster than 2D-torus, and that than gathering everything everywhere.
+    others = [cost.predict(name, n, k, nodes * gpus, alpha, beta, node=inner) for name in ("torus", "topk_allgather")]
+    assert got.expected.seconds < others[0].expected.seconds < others[1].expected.seconds
+
+
+def test_two_levels():
+    n, k = 1_000_000, 1000
+    inner = cost.Node(4, 0.1, 0.01)
+    flat, shared = (
+        (lambda name, **kwargs: cost.predict(name, n, k, 16, 1, 1, **kwargs).expected.seconds),
+        {"node": inner},
+    )
+    # Rings cross a node's link once; in an all-to-all 12 of 15 words of each of its 4 workers do; in a butterfly the
+    # words of all rounds but the first two.
+    assert flat("dense", **shared) == flat("dense")
+    assert flat("topk_allgather", **shared) == flat("topk_allgather")
+    assert flat("gtopk", **shared) == pytest.approx(4 + 2 * k * 2 * 4)
+    assert flat("dsar_split_allgather", **shared) == pytest.approx(19 + 2 * k * 15 / 16 * 4 * 12 / 15 + n * 15 / 16)
+    assert flat("torus", **shared) == pytest.approx(2 * 3 + 2 * n * 3 / 4 + 0.1 * 6 + 0.01 * 2 * n * 3 / 4)
+    assert flat("dense_hierarchical", **shared) == pytest.approx(4 + 2 * n * 3 / 4 + 0.1 * 8 + 0.01 * 4 * n * 3 / 4)
+    # Within one node, its own network.
+    assert cost.predict("dense", n, k, 4, 1, 1, node=inner) == cost.predict("dense", n, k, 4, 0.1, 0.01)
+    assert cost.predict("dense", n, k, 2, 1, 1, node=inner) == cost.predict("dense", n, k, 2, 0.1, 0.01)
+
+
+def seconds(name: str, n: int, k: int, P: int, network: tuple[float, float] = GTOPK_CLUSTER) -> float:
+    return cost.predict(name, n, k, P, *network).expected.seconds
+
+
+def test_gtopks_figure_9():
+    """Left: by workers, n = 25e6, density 0.001. Right: by n, on 32 workers."""
+    n, k = 25_000_000, 25_000
+    assert seconds("topk_allgather", n, k, 4) < seconds("gtopk_tree", n, k, 4) < 0.01
+    for P in (16, 32, 64, 128):
+        assert seconds("gtopk_tree", n, k, P) < 0.65 * seconds("topk_allgather", n, k, P)
+    gain = [seconds("topk_allgather", n, n // 1000, 32) / seconds("gtopk_tree", n, n // 1000, 32) for n in SIZES]
+    assert gain == sorted(gain)
+    assert gain[-1] > 2.5
+
+
+SIZES = [million * 1_000_000 for million in (1, 10, 25, 50, 100)]
+
+
+@pytest.mark.parametrize("n", [14_728_266, 269_722, 61_100_840, 25_557_032], ids=["VGG", "ResNet-20", "AlexNet", "50"])
+def test_gtopks_table_4(n: int):
+    """Throughput on 32 workers at 1 Gbit/s, whatever the computing takes: gTop-k over Top-k over dense."""
+    times = [seconds(name, n, elements_kept(0.001, n), 32) for name in ("gtopk", "topk_allgather", "dense")]
+    assert times == sorted(times)
+    # The published tree has twice the messages: on the smallest model they decide, and the model says so.
+    assert (seconds("gtopk_tree", n, elements_kept(0.001, n), 32) < times[1]) == (n > 1_000_000)
+
+
+@pytest.mark.parametrize("network", [cost.link(1, 50), cost.link(25, 10), cost.link(82, 1.5)])
+def test_oktopks_figure_12(network: tuple[float, float]):
+    """BERT, density 1 %: at 256 workers TopkA and Gaussiank cost more than dense, Ok-Topk the least of Table 1."""
+    n, k = 133_547_324, 1_335_473
+    for name in ("topk_allgather", "gaussiank"):
+        assert seconds(name, n, k, 32, network) < seconds("dense", n, k, 32, network)
+        assert seconds(name, n, k, 256, network) > seconds("dense", n, k, 256, network)
+    table = ("dense", "topk_allgather", "topk_dsa", "gtopk_tree", "gaussiank", "oktopk")
+    for P in (32, 64, 256):
+        assert min(table, key=lambda name: seconds(name, n, k, P, network)) == "oktopk"
+
+
+def test_the_choice():
+    n, k = 25_000_000, 25_000
+    slow, fast = cost.link(1, 50), cost.link(400, 5)
+    assert cost.choose(n, k, 32, *slow) == "oktopk"
+    assert cost.choose(n, k, 64, *slow) == "gtopk"  # Fewer messages, more words.
+    assert cost.choose(1000, 10, 64, *slow) == "gtopk"  # Latency decides.
+    assert cost.choose(n, k, 1, *slow) == "dense"
+    assert cost.choose(n, n, 8, *slow) == "dense"
+    assert cost.choose(n, k, 8, *fast, selection=0.01) == "dense"
+    assert cost.choose(n, n // 100, 64, *slow, node=cost.Node(8, *cost.link(2400, 3))) in ("hitopk", "oktopk")
+    times = {name: seconds(name, n, k, 32, slow) for name in cost.ALGORITHMS}
+    assert times["oktopk"] == min(times.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cost.predict("best", 10, 1, 2, 0, 0), "choose one of dense"),
+        (lambda: cost.predict("dense", 10, 0, 2, 0, 0), "from 1 to 10"),
+        (lambda: cost.predict("dense", 10, 11, 2, 0, 0), "from 1 to 10"),
+        (lambda: cost.predict("dense", 10, 1, 0, 0, 0), "0 workers"),
+        (lambda: cost.predict("torus", 10, 1, 6, 0, 0, node=cost.Node(4)), "6 workers do not fill nodes of 4"),
+        (lambda: cost.predict("dense", 10, 1, 2, -1, 0), "link"),
+        (lambda: cost.Node(0), "gpus is 0"),
+        (lambda: cost.Node(2, math.nan, 0), "link"),
+        (lambda: cost.link(0, 1), "0 Gbit/s"),
+        (lambda: cost.link(1, -1), "-1 microseconds"),
+    ],
+)
+def test_wrong_arguments(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
