@@ -20,10 +20,6 @@ __all__ = ["Full", "Wire"]
 class Wire(Protocol):
     """A layout of sparse vectors in messages: a frozen dataclass."""
 
-    def words(self, capacity: int, dtype: DTypeLike) -> int:
-        """The length of a row that holds a run of so many elements of ``dtype``."""
-        ...
-
     def encode(self, x: SparseVector) -> jax.Array:
         """Lays each run out as one row of int32: shape ``(..., words)`` for values of shape ``(..., capacity)``."""
         ...
@@ -45,9 +41,6 @@ class Full:
     >>> Full().encode(x).shape
     (4,)
     """
-
-    def words(self, capacity: int, dtype: DTypeLike) -> int:
-        return capacity * (jnp.dtype(dtype).itemsize // 4 + 1)
 
     def encode(self, x: SparseVector) -> jax.Array:
         values = lax.bitcast_convert_type(x.values, jnp.int32)

@@ -11,10 +11,11 @@ from .._sparse_vector import SparseVector
 from ..wire import Wire
 
 T = TypeVar("T")
+Message = TypeVar("Message", SparseVector, jax.Array)
 Pairs = Sequence[tuple[int, int]]
 
 
-def butterfly(size: int) -> tuple[Pairs, list[Pairs], Pairs]:
+def butterfly(size: int) -> tuple[Pairs, Sequence[Pairs], Pairs]:
     """Who sends to whom, so that everyone hears from everyone, directly or not.
 
     Returns:
@@ -49,7 +50,7 @@ def choose(first: jax.Array, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: jnp.where(first, x, y), a, b)
 
 
-def replicate(comm: Comm, x: T, wire: Wire) -> T:
+def replicate(comm: Comm, x: Message, wire: Wire) -> Message:
     """``x``, a run or a dense vector that is alike on all workers, typed so.
 
     What has come through a ``ppermute`` can't be typed as alike. Where types tell (``check_vma=True``), each worker
