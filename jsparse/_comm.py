@@ -306,11 +306,14 @@ class Metered:
 
     def _send(self, name: str, x: jax.Array, *args: Any) -> jax.Array:
         cost = collective_cost(name, x.size * x.dtype.itemsize, self.size)
-        words = jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1))
-        total = self.words + words
-        self.words = jnp.where(total < words, jnp.uint32(2**32 - 1), total)
+        self.words = add_words(self.words, jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1)))
         self.messages = self.messages + jnp.uint32(cost.messages)
         return getattr(self._comm, name)(x, *args)
+
+
+def add_words(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of two uint32, at most the largest."""
+    return jnp.where(a + b < b, jnp.uint32(2**32 - 1), a + b)
 
 
 CommLike: TypeAlias = str | tuple[str, ...] | Comm

@@ -41,6 +41,26 @@ def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
     return Expected(_ordered_sum(delivered), delivered)
 
 
+def parameter_server(accs: np.ndarray, **_) -> Expected:
+    """The root adds what arrives, in the order of ranks."""
+    return Expected(_ordered_sum(accs), accs)
+
+
+def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:
+    """HiTopKComm, Algorithm 2 from line 5 on: top-k of each shard of a node's sum, added between the nodes.
+
+    ``accs`` of worker ``j`` of a node are its shard of the sum (lines 2 to 4), zeros elsewhere.
+    """
+    n = accs.shape[1]
+    shard = math.ceil(n / gpus)
+    delivered = np.zeros_like(accs)
+    for worker, acc in enumerate(accs):
+        begin = worker % gpus * shard
+        chosen = begin + top_k(acc[begin : begin + shard], max(1, round(density * shard)))
+        delivered[worker, chosen] = acc[chosen]
+    return Expected(_ordered_sum(delivered), delivered)
+
+
 def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndarray, **_) -> Expected:
     """Gaussian-k: beyond a normal distribution's quantile, raised while over 4k/3 are, lowered until 3k/4 are.
 
