@@ -180,9 +180,9 @@ def hitopk(
     Returns:
       A gradient transformation.
 
-    **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for the reduce-scatter and
-    ``2km (g-1)/g`` for the all-gather (at most ``2n (g-1)/g``), ``2 log g`` messages; between nodes ``2k (m-1)/g`` words
-    and ``log m`` messages a worker.
+    **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for the reduce-scatter
+    and ``2km (g-1)/g`` for the all-gather (at most ``2n (g-1)/g``), ``2 log g`` messages; between nodes ``2k (m-1)/g``
+    words and ``log m`` messages a worker.
 
     References:
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section

@@ -319,9 +319,7 @@ def _init(config: Config, params: optax.Params) -> SparseAllReduceState:
             )
         )
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    return _varying(
-        config.levels, SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero))
-    )
+    return _varying(config.levels, SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))
 
 
 def _axes(comm: Comm) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ ROWS = [
         sparse=False,
         bound=lambda n, k, size: 2 * n * (size - 1),
     ),
-    Row("torus", lambda axes, density: jsparse.torus(*axes), oracles.dense, sparse=False, gpus=GPUS),
+    Row("torus", lambda axes, density: jsparse.torus(*axes), oracles.torus, sparse=False, gpus=GPUS),
     Row(
         "topk_allgather",
         lambda comm, density: jsparse.topk_allgather(comm, density=density),
@@ -96,7 +96,7 @@ ROWS = [
     Row(
         "hitopk-oktopk",
         lambda axes, density: jsparse.hitopk(*axes, density=density, allreduce=jsparse.allreduce.OkTopk(density)),
-        sizes=(4, 8),
+        sizes=(8,),
         gpus=GPUS,
     ),
     Row("hitopk-leaf", hitopk(scope="leaf", dense_below=10), sizes=(4,), gpus=GPUS),

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,9 +42,17 @@ def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
     return Expected(_ordered_sum(delivered), delivered)
 
 
-def parameter_server(accs: np.ndarray, **_) -> Expected:
-    """The root adds what arrives, in the order of ranks."""
-    return Expected(_ordered_sum(accs), accs)
+def parameter_server(accs: np.ndarray, *, staleness: int = 0, before: Sequence[np.ndarray] = (), **_) -> Expected:
+    """The root adds what arrives, in the order of ranks: of this step, or of one before (``before``, the last last)."""
+    arrives = [*(np.zeros_like(accs) for _ in range(staleness)), *before, accs][-1 - staleness]
+    return Expected(_ordered_sum(arrives), arrives)
+
+
+def torus(accs: np.ndarray, *, gpus: int, **_) -> Expected:
+    """2D torus: workers of the same rank in their nodes have the same shard, and add theirs."""
+    shard = math.ceil(accs.shape[1] / gpus)
+    total = np.concatenate([accs[j::gpus, j * shard : (j + 1) * shard].sum(0, dtype=accs.dtype) for j in range(gpus)])
+    return Expected(total, accs)
 
 
 def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:

@@ -43,7 +43,9 @@ def run(row: Row, size: int, gradients, transport: str = "vmap", density: float 
         before = residual(row, state, size)
         acc = whole(row, gradient, size) + before
         updates, after = update(transports.tree(gradient), state)
-        yield Step(number, gradient + before, acc, state, transports.flat(updates, size), after, residual(row, after, size))
+        yield Step(
+            number, gradient + before, acc, state, transports.flat(updates, size), after, residual(row, after, size)
+        )
         state = after
 
 
@@ -237,7 +239,9 @@ def test_traffic_is_what_is_sent(row: Row, size: int):
     ways = ways_through(traffic)
     for step in run(row, size, scenarios.take("uneven", size, 3)):
         report = step.after.report
-        sent = set(zip(np.asarray(report.words)[:, 0].tolist(), np.asarray(report.messages)[:, 0].tolist(), strict=True))
+        sent = set(
+            zip(np.asarray(report.words)[:, 0].tolist(), np.asarray(report.messages)[:, 0].tolist(), strict=True)
+        )
         assert sent <= ways
         # Over two levels, those that have different shards may go different ways.
         assert len(sent) == 1 or row.gpus
