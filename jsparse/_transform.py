@@ -221,9 +221,8 @@ class Sums(NamedTuple):
 
 def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tuple[Sums, SparseAllReduceState]:
     """Sums the workers' gradients, as much of them as the algorithm delivers."""
-    comm = Metered(config.comm)
-    intra = Metered(config.intra) if config.intra else None
-    levels = [comm, intra] if intra else [comm]
+    levels = [Metered(comm) for comm in config.levels]
+    comm, intra = levels[0], levels[1] if len(levels) > 1 else None
     size = math.prod(level.size for level in levels)
     leaves = jax.tree.leaves(grads)
     buckets = config.plan(grads)

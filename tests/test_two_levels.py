@@ -23,35 +23,33 @@ def unstack(tree):
     return jax.tree.map(lambda x: x[0], tree)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        lambda axis: jsparse.oktopk(axis, density=0.1, select=jsparse.select.ReusedThreshold(0.1)),
-        lambda axis: jsparse.gaussiank(axis, density=0.1),
-        lambda axis: jsparse.parameter_server(axis),
-    ],
-    ids=["oktopk", "gaussiank", "parameter_server"],
-)
-def test_an_all_reduce_over_one_axis_of_two(tx):
-    """Types follow what varies along the other; the results are those of each group alone."""
-    tx, results = tx("nodes"), []
-    for checked in (True, False):
+@pytest.mark.parametrize("name", ["oktopk", "parameter_server"])
+def test_an_all_reduce_over_one_axis_of_two(name: str):
+    """Types follow what varies along the other, and nothing is lost in either group."""
+    tx = {
+        "oktopk": jsparse.oktopk("nodes", density=0.1, select=jsparse.select.ReusedThreshold(0.1)),
+        "parameter_server": jsparse.parameter_server("nodes"),
+    }[name]
 
-        def local_init(_):
-            return jsparse.AxisComm(LEVELS).varying(tx.init(transports.zeros()))
+    def local_init(_):
+        return jsparse.AxisComm(LEVELS).varying(tx.init(transports.zeros()))
 
-        def local_update(grads, state):
-            updates, state = tx.update(unstack(grads), state)
-            return jax.tree.map(lambda x: x[None], updates), state
+    def local_update(grads, state):
+        updates, state = tx.update(unstack(grads), state)
+        return jax.tree.map(lambda x: x[None], updates), state
 
-        group, along = PartitionSpec("gpus"), {"mesh": mesh(), "in_specs": ALONG, "check_vma": checked}
-        state = jax.jit(jax.shard_map(local_init, out_specs=ALONG, **along))(np.arange(4))
-        step = jax.jit(jax.shard_map(local_update, out_specs=(group, ALONG), **along))
-        for gradient in scenarios.take("ordinary", 4, 3):
-            updates, state = step(transports.tree(gradient), state)
-        results.append(transports.flat(updates, 2))
-    np.testing.assert_array_equal(*results)
-    assert (results[0][0] != results[0][1]).any()
+    state = jax.jit(jax.shard_map(local_init, mesh=mesh(), in_specs=ALONG, out_specs=ALONG))(np.arange(4))
+    out_specs = (PartitionSpec("gpus"), ALONG)
+    step = jax.jit(jax.shard_map(local_update, mesh=mesh(), in_specs=ALONG, out_specs=out_specs))
+    acc = np.zeros((4, N))
+    for gradient in scenarios.take("ordinary", 4, 3):
+        updates, state = step(transports.tree(gradient), state)
+        acc = acc + gradient
+        residual = np.zeros((4, N)) if name == "parameter_server" else np.asarray(jsparse.residual(state))
+        groups = (acc - residual).reshape(2, 2, N).sum(0)
+        np.testing.assert_array_equal(2 * transports.flat(updates, 2), groups)
+        assert (groups[0] != groups[1]).any()
+        acc = residual
 
 
 def loss_fn(params, batch):
