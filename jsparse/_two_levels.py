@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._comm import Comm
+from ._comm import Comm, Cost, collective_cost
 from ._sparse_vector import SparseVector
 from .wire import Full
 
@@ -32,3 +32,20 @@ def gather(intra: Comm, total: SparseVector | jax.Array, n: int) -> SparseVector
     begins = part.n * lax.iota(jnp.int32, intra.size)[:, None]
     indices = jnp.where(parts.indices < part.n, begins + parts.indices, n)
     return SparseVector(parts.values, indices, n).concatenate(min(indices.size, n))
+
+
+def sends(total: SparseVector | jax.Array, n: int, size: int) -> Cost:
+    """What a worker of a node of ``size`` sends inside it.
+
+    Args:
+      total: the sum of its shards between the nodes, or only shapes and types.
+      n: the length of the vector.
+      size: workers in the node.
+    """
+    values = total.values if isinstance(total, SparseVector) else total
+    width = -(-n // size)
+    gathered = values.size * values.dtype.itemsize
+    if isinstance(total, SparseVector):
+        gathered = 4 * Full().words(values.size if values.ndim == 1 else min(values.size, width), values.dtype)
+    scattered = width * size * values.dtype.itemsize
+    return collective_cost("psum_scatter", scattered, size) + collective_cost("all_gather", gathered, size)

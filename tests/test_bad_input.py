@@ -31,6 +31,7 @@ ARGUMENTS = [
     (lambda: jsparse.torus(("a", "b"), "b"), "one of them twice"),
     (lambda: jsparse.hitopk("a", "b", density=0.0), "density is 0.0"),
     (lambda: jsparse.torus("a", None), "mesh axis name"),
+    (lambda: jsparse.cost.exact(jsparse.torus("a", "b"), {}, 8), "size is 8"),
     (lambda: jsparse.parameter_server(AXIS, staleness=-1), "staleness is -1"),
     (lambda: select.TopK(2.0), "density is 2.0"),
     (lambda: select.SampledThreshold(0.0), "density is 0.0"),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._comm import Comm
+from .._comm import Comm, Cost, collective_cost, in_turn
 from ..wire import Wire
 from ._pairs import receives, replicate
 
@@ -57,6 +57,9 @@ class ParameterServer:
         sent, *waiting = *state.waiting, x
         total = replicate(comm, _distribute(comm, _reduce(comm, sent)), wire)
         return total, sent, ParameterServerState(tuple(waiting))
+
+    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+        return in_turn(collective_cost("ppermute", n * jnp.dtype(dtype).itemsize, size) * (2 * (size - 1)))
 
 
 def _reduce(comm: Comm, x: jax.Array) -> jax.Array:
