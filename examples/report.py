@@ -43,7 +43,7 @@ def table(runs: list[dict[str, Any]]) -> None:
 
 
 def _spread(counts: list[Any], run: dict[str, Any]) -> str:
-    if run["algorithm"] == "dense":
+    if not np.any(run["selected"]):
         return "-"
     share = np.array(counts) / run["k"]
     return f"{share.mean():.2f} ± {share.std():.2f}"

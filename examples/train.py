@@ -25,10 +25,14 @@ from examples import data, report
 
 ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
+    "torus": lambda density: jsparse.torus("nodes", "gpus"),
+    "parameter_server": lambda density: jsparse.parameter_server("workers"),
+    "hitopk": lambda density: jsparse.hitopk("nodes", "gpus", density=density),
     "topk_allgather": lambda density: jsparse.topk_allgather("workers", density=density),
     "gaussiank": lambda density: jsparse.gaussiank("workers", density=density),
     "oktopk": lambda density: jsparse.oktopk("workers", density=density),
 }
+TWO_LEVELS = ("hitopk", "torus")
 OPTIMIZERS = {
     "sgd": lambda rate: optax.sgd(rate or 0.1),
     "momentum": lambda rate: optax.sgd(rate or 0.05, momentum=0.9),
@@ -61,6 +65,14 @@ def devices(workers: int) -> list[Any]:
     return found[:workers]
 
 
+def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
+    """The workers, and the axis along which they stand; for algorithms of two levels, in two nodes if they are even."""
+    found = np.array(devices(workers))
+    if name not in TWO_LEVELS:
+        return Mesh(found, ("workers",)), "workers"
+    return Mesh(found.reshape(1 + (workers % 2 == 0), -1), ("nodes", "gpus")), ("nodes", "gpus")
+
+
 def train(name: str, images: data.Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
     """Trains with one algorithm and returns what happened, as plain numbers."""
     model = ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(args.seed))
@@ -77,9 +89,9 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
         logits = nnx.merge(graph, params)(x)
         return jnp.mean(jnp.argmax(logits, axis=-1) == y)
 
-    mesh = Mesh(np.array(devices(args.workers)), ("workers",))
+    mesh, axis = make_mesh(name, args.workers)
     tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](args.learning_rate))
-    step = jsparse.train_step(loss_fn, tx, mesh, "workers")
+    step = jsparse.train_step(loss_fn, tx, mesh, axis)
     state = step.init(params)
 
     rng = np.random.default_rng(args.seed)

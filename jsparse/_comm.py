@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import varying_axes
+from kernels_pallas import varying_as, varying_axes
 
 T = TypeVar("T")
 
@@ -47,6 +47,10 @@ class Comm(Protocol):
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """Row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``; row ``j`` of the result came from ``j``."""
+        ...
+
+    def psum_scatter(self, x: jax.Array) -> jax.Array:
+        """On worker ``i`` row ``i`` of the sum over workers of ``x``, shape ``(P, ...)``."""
         ...
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
@@ -117,6 +121,9 @@ class AxisComm:
     def all_to_all(self, x: jax.Array) -> jax.Array:
         return lax.all_to_all(self.varying(x), self.axis, split_axis=0, concat_axis=0)
 
+    def psum_scatter(self, x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(self.varying(x), self.axis)
+
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if self._names <= set(manual):
@@ -128,19 +135,29 @@ class AxisComm:
         return jnp.where(jnp.array([rank in targets for rank in range(self.size)])[self.rank()], moved, 0)
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
-        if replicated:
-            return lax.switch(index, branches)
-        return lax.switch(index, [lambda branch=branch: self.varying(branch()) for branch in branches])
+        if not replicated:
+            branches = [lambda branch=branch: self.varying(branch()) for branch in branches]
+        if self._others:
+            # What one branch returns may vary over them where another's does not; all must have one type.
+            shapes = [jax.eval_shape(branch) for branch in branches]
+            axes = jax.tree.map(lambda *leaves: frozenset().union(*map(varying_axes, leaves)), *shapes)
+            branches = [lambda branch=branch: jax.tree.map(_vary, branch(), axes) for branch in branches]
+        return lax.switch(index, branches)
 
     def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
-        return lax.fori_loop(0, count, body, start)
+        def keep_type(i, carry):
+            return jax.tree.map(varying_as, body(i, carry), carry)
+
+        if self._others:
+            # Likewise what is carried; it may take a few rounds until it varies over all that it ever will.
+            after = jax.eval_shape(lambda: keep_type(jnp.int32(0), start))
+            wider = jax.tree.map(varying_as, start, after)
+            if jax.tree.map(varying_axes, wider) != jax.tree.map(varying_axes, start):
+                return self.repeat(count, body, wider)
+        return lax.fori_loop(0, count, keep_type, start)
 
     def varying(self, tree: T) -> T:
-        def cast(x):
-            axes = self._axes - varying_axes(x)
-            return lax.pcast(x, tuple(axes), to="varying") if axes else x
-
-        return jax.tree.map(cast, tree) if self._axes else tree
+        return jax.tree.map(lambda x: _vary(x, self._axes), tree)
 
     def may_differ(self, x: jax.Array) -> bool:
         return self._axes <= varying_axes(x)
@@ -153,6 +170,17 @@ class AxisComm:
     def _axes(self) -> frozenset[str]:
         """The axes over which variance is tracked: ours under ``shard_map(check_vma=True)``, otherwise none."""
         return varying_axes(lax.axis_index(self.axis))
+
+    @property
+    def _others(self) -> frozenset[str]:
+        """The other axes over which variance is tracked."""
+        return frozenset(jax.sharding.get_abstract_mesh().manual_axes) - self._axes if self._axes else self._axes
+
+
+def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The value, typed as varying over these axes too."""
+    axes -= varying_axes(x)
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -248,6 +276,9 @@ class Metered:
     def all_to_all(self, x: jax.Array) -> jax.Array:
         return self._send("all_to_all", x)
 
+    def psum_scatter(self, x: jax.Array) -> jax.Array:
+        return self._send("psum_scatter", x)
+
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
         return self._send("ppermute", x, perm)
 
@@ -275,11 +306,14 @@ class Metered:
 
     def _send(self, name: str, x: jax.Array, *args: Any) -> jax.Array:
         cost = collective_cost(name, x.size * x.dtype.itemsize, self.size)
-        words = jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1))
-        total = self.words + words
-        self.words = jnp.where(total < words, jnp.uint32(2**32 - 1), total)
+        self.words = add_words(self.words, jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1)))
         self.messages = self.messages + jnp.uint32(cost.messages)
         return getattr(self._comm, name)(x, *args)
+
+
+def add_words(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of two uint32, at most the largest."""
+    return jnp.where(a + b < b, jnp.uint32(2**32 - 1), a + b)
 
 
 CommLike: TypeAlias = str | tuple[str, ...] | Comm

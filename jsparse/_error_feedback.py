@@ -23,7 +23,12 @@ def accumulate(
     """
     if residual is None:
         return jnp.where(keep, layout.ravel(leaves), 0)
-    return layout.add_leaves(residual, leaves, keep, limit=float(jnp.finfo(residual.dtype).max) / size)
+    return layout.add_leaves(residual, leaves, keep, limit=largest(residual.dtype, size))
+
+
+def largest(dtype: jnp.dtype, size: int) -> float:
+    """The largest magnitude of which ``size`` workers have a finite sum."""
+    return float(jnp.finfo(dtype).max) / size
 
 
 def retain(acc: jax.Array, delivered: SparseVector | jax.Array) -> jax.Array:

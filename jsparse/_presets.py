@@ -10,6 +10,7 @@ from .allreduce import (
     DsarSplitAllGather,
     GTopk,
     OkTopk,
+    ParameterServer,
     SsarRecursiveDoubling,
     SsarSplitAllGather,
     TopkAllGather,
@@ -38,6 +39,50 @@ def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce
     """
     return SparseAllReduce.of(
         Config(as_comm(comm), select=None, allreduce=Dense(), error_feedback=False, bucket_bytes=bucket_bytes)
+    )
+
+
+def parameter_server(comm: CommLike, *, staleness: int = 0) -> SparseAllReduce:
+    """A parameter server: averages gradients densely through one worker, at once or some steps late.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      staleness: how many steps late gradients are applied: 0 for the synchronous server, more for what an asynchronous
+        one comes to. The first updates are zero.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2n (P-1)`` words and ``2 (P-1)`` messages through the root.
+
+    References:
+      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
+      4.2.2.
+    """
+    return SparseAllReduce.of(
+        Config(as_comm(comm), select=None, allreduce=ParameterServer(staleness), error_feedback=False)
+    )
+
+
+def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:
+    """2D-torus all-reduce: densely, each worker sums its shard of the vector between the nodes.
+
+    Args:
+      inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
+      intra: that along which the workers of a node stand.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**, with m nodes of g workers: inside a node ``2n (g-1)/g`` words and ``2 log g`` messages a worker, between
+    nodes ``2n/g (m-1)/m`` words and ``2 log m`` messages.
+
+    References:
+      Shi et al., MLSys 2021, section 5.3, "2DTAR"; Mikami et al., Massively Distributed SGD: ImageNet/ResNet-50
+      Training in a Flash, 2018.
+    """
+    return SparseAllReduce.of(
+        Config(as_comm(inter), select=None, allreduce=Dense(), error_feedback=False, intra=as_comm(intra))
     )
 
 
@@ -102,6 +147,58 @@ def gaussiank(
         wire=wire,
         scope=scope,
         dense_below=dense_below,
+    )
+
+
+def hitopk(
+    inter: CommLike,
+    intra: CommLike,
+    *,
+    density: float,
+    allreduce: AllReduce | None = None,
+    select: Selector | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """HiTopKComm: sums densely inside a node and sparsely between nodes, each worker its shard of the vector.
+
+    A node's gradients are reduce-scattered; each worker adds its residual to its shard of the sum, selects from it, and
+    sums with the workers that have the same shard on other nodes; the shards of the result are gathered inside the
+    node. The residual is the shard's, ``ceil(n / intra.size)`` elements: ``jsparse.residual`` has shape ``(P, shard)``.
+
+    Args:
+      inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
+      intra: that along which the workers of a node stand. Wherever else an axis is asked for (``jsparse.train_step``,
+        ``jsparse.init``, ``jsparse.local_value_and_grad``), pass both: ``(inter, intra)``.
+      density: k / n, above 0 and at most 1, of each shard.
+      allreduce: the one between the nodes; the paper's, ``allreduce.TopkAllGather()``, by default.
+      select: the selector; ``select.TopK(density)`` by default.
+      wire: as in :func:`sparse_allreduce`, between the nodes; inside them it is ``Full()``.
+      scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for the reduce-scatter
+    and ``2km (g-1)/g`` for the all-gather (at most ``2n (g-1)/g``), ``2 log g`` messages; between nodes ``2k (m-1)/g``
+    words and ``log m`` messages a worker.
+
+    References:
+      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section
+      3.2, Algorithm 2 (which keeps no residual).
+    """
+    between = allreduce or TopkAllGather()
+    return SparseAllReduce.of(
+        Config(
+            as_comm(inter),
+            select or TopK(density),
+            between,
+            wire,
+            scope=scope,
+            dense_below=dense_below,
+            intra=as_comm(intra),
+        )
     )
 
 

@@ -104,7 +104,8 @@ def residual(opt_state: Any) -> jax.Array:
 
     Returns:
       Shape ``(P, n)``: the flat residuals, in the order of ``jax.tree.leaves(params)`` (with ``scope="leaf"`` and
-      ``dense_below``, those of the sparse leaves). ``n`` is 0 without error feedback.
+      ``dense_below``, those of the sparse leaves). ``n`` is 0 without error feedback, and over two levels the length
+      of a shard.
     """
     state = find(opt_state)
     workers = state.step.shape[0]

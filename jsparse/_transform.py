@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,9 +13,11 @@ import optax
 from kernels_pallas import bitmap
 
 from ._buckets import Bucket, plan
-from ._comm import Comm, CommLike, Metered, as_comm
-from ._error_feedback import accumulate, retain
+from ._comm import AxisComm, Comm, CommLike, Metered, add_words, as_comm
+from ._error_feedback import accumulate, largest, retain
+from ._flatten import Layout
 from ._sparse_vector import SparseVector
+from ._two_levels import gather, scatter
 from .allreduce import AllReduce, Dense
 from .select import Selector
 from .wire import Full, Wire
@@ -25,7 +29,8 @@ class BucketState(NamedTuple):
     """What is carried for the leaves that are synchronised as one vector.
 
     Attributes:
-      residual: shape ``(n,)``: what has been accumulated and not yet delivered; None without error feedback.
+      residual: shape ``(n,)``, over two levels that of the shard: what has been accumulated and not yet delivered;
+        None without error feedback.
       select: the selector's state.
       reduce: the all-reduce's state.
     """
@@ -69,7 +74,11 @@ class SparseAllReduceState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How gradients are synchronised: the arguments of :func:`sparse_allreduce`."""
+    """How gradients are synchronised: the arguments of :func:`sparse_allreduce`, and ``intra``.
+
+    Where ``intra`` are the workers of a node, each of them has a shard of the node's sum, and ``comm`` are the workers
+    that have the same shard, one on each node.
+    """
 
     comm: Comm
     select: Selector | None
@@ -79,8 +88,15 @@ class Config:
     scope: Literal["global", "leaf"] = "global"
     dense_below: int = 0
     bucket_bytes: int | None = None
+    intra: Comm | None = None
 
     def __post_init__(self):
+        axes = [name for comm in self.levels for name in _axes(comm)]
+        if len(set(axes)) < len(axes):
+            raise ValueError(
+                f"the axes are {axes}, one of them twice; name each once: over two levels, inter is the axis along "
+                "which the nodes stand, and intra the one along which a node's workers do"
+            )
         if self.allreduce.sparse and self.select is None:
             raise ValueError(f"{self.allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
         if self.select is not None and not self.allreduce.sparse:
@@ -93,6 +109,15 @@ class Config:
             raise ValueError(f"dense_below is {self.dense_below}; it is a number of elements, at least 0")
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it is a number of bytes, at least 1, or None")
+
+    @property
+    def levels(self) -> tuple[Comm, ...]:
+        """The networks that a worker is in."""
+        return (self.comm,) if self.intra is None else (self.comm, self.intra)
+
+    def length(self, n: int) -> int:
+        """How many elements of a vector of length ``n`` a worker selects from: all, or a shard."""
+        return n if self.intra is None else -(-n // self.intra.size)
 
     def plan(self, tree: Any) -> list[Bucket]:
         """Which leaves travel together."""
@@ -185,7 +210,7 @@ class Sums(NamedTuple):
       plan: the buckets.
       totals: the sum of each.
       bad: bool scalar: a gradient was not finite somewhere, and the totals are void.
-      size: the number of workers.
+      size: the number of workers, on all levels.
     """
 
     plan: list[Bucket]
@@ -196,24 +221,34 @@ class Sums(NamedTuple):
 
 def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tuple[Sums, SparseAllReduceState]:
     """Sums the workers' gradients, as much of them as the algorithm delivers."""
-    comm = Metered(config.comm)
+    levels = [Metered(comm) for comm in config.levels]
+    comm, intra = levels[0], levels[1] if len(levels) > 1 else None
+    size = math.prod(level.size for level in levels)
     leaves = jax.tree.leaves(grads)
     buckets = config.plan(grads)
-    _check_local(comm, grads)
-    _check_state(buckets, state)
+    _check_local(levels, grads)
+    _check_state(config, buckets, state)
 
     step, bad = state.step[0], jnp.array(False)
     if jax.tree.leaves(state.buckets):
         # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
         wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
-        opening = comm.pmax(jnp.stack([jnp.max(jnp.stack(wrong)), step]))
+        opening = jnp.stack([jnp.max(jnp.stack(wrong)), step])
+        for level in levels:
+            opening = level.pmax(opening)
         bad, step = opening[0] > 0, opening[1]
 
     totals, carried = [], []
     overflowed = delivered = updated = jnp.int32(0)
     for bucket, before in zip(buckets, state.buckets, strict=True):
-        how = config.of(bucket)
-        x = acc = accumulate(bucket.layout, before.residual, bucket.of(leaves), ~bad, comm.size)
+        how, layout, parts = config.of(bucket), bucket.layout, bucket.of(leaves)
+        if intra:
+            whole = accumulate(layout, None, parts, ~bad, size)
+            if how.error_feedback:
+                whole = jnp.clip(whole, -largest(whole.dtype, size), largest(whole.dtype, size))
+            parts = [scatter(intra, whole)]
+            layout = Layout.of(parts)
+        x = acc = accumulate(layout, before.residual, parts, ~bad, comm.size)
         chosen = before.select
         if how.select is not None:
             x, chosen = how.select(acc, chosen, step)
@@ -221,6 +256,8 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
             x = x.where(~bad)
         total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
+        if intra:
+            total = gather(intra, total, bucket.layout.n)
         delivered += _count(arrived)
         updated += _count(total, filled=how.select is not None)
         residual = retain(acc, arrived) if how.error_feedback else None
@@ -230,10 +267,12 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         totals.append(total)
         carried.append(BucketState(residual, chosen, reduce))
 
-    report = Report(overflowed, delivered, updated, comm.words, comm.messages)
+    words = functools.reduce(add_words, [level.words for level in levels])
+    messages = functools.reduce(jnp.add, [level.messages for level in levels])
+    report = Report(overflowed, delivered, updated, words, messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
-    return Sums(buckets, totals, bad, comm.size), comm.varying(SparseAllReduceState(step, tuple(carried), report))
+    return Sums(buckets, totals, bad, size), _varying(levels, SparseAllReduceState(step, tuple(carried), report))
 
 
 def _update(
@@ -270,7 +309,7 @@ def _update(
 def _init(config: Config, params: optax.Params) -> SparseAllReduceState:
     comm, states = config.comm, []
     for bucket in config.plan(params):
-        how, n, dtype = config.of(bucket), bucket.layout.n, bucket.layout.dtype
+        how, n, dtype = config.of(bucket), config.length(bucket.layout.n), bucket.layout.dtype
         states.append(
             BucketState(
                 residual=jnp.zeros(n, dtype) if how.error_feedback else None,
@@ -279,23 +318,32 @@ def _init(config: Config, params: optax.Params) -> SparseAllReduceState:
             )
         )
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    return comm.varying(SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))
+    return _varying(config.levels, SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))
 
 
-def _check_local(comm: Comm, grads: Any) -> None:
+def _axes(comm: Comm) -> tuple[str, ...]:
+    axis = comm.axis if isinstance(comm, AxisComm) else ()
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def _varying(levels: Sequence[Comm], tree: Any) -> Any:
+    return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
+
+
+def _check_local(levels: Sequence[Comm], grads: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if not comm.may_differ(leaf):
+        if not all(comm.may_differ(leaf) for comm in levels):
             raise ValueError(
                 f"gradient leaf {jax.tree_util.keystr(path)} is the same on all workers: under "
                 "jax.shard_map(check_vma=True) the gradient with respect to replicated parameters is already summed. "
                 "Compute it with jsparse.local_value_and_grad(loss_fn, axis), which leaves it local, and neither psum "
-                "nor pmean it"
+                "nor pmean it. Where the all-reduce is over two axes, pass both wherever an axis is asked for"
             )
 
 
-def _check_state(buckets: list[Bucket], state: SparseAllReduceState) -> None:
+def _check_state(config: Config, buckets: list[Bucket], state: SparseAllReduceState) -> None:
     had = [None if b.residual is None else (b.residual.shape[0], b.residual.dtype) for b in state.buckets]
-    have = [(bucket.layout.n, bucket.layout.dtype) for bucket in buckets]
+    have = [(config.length(bucket.layout.n), bucket.layout.dtype) for bucket in buckets]
     if len(had) != len(have) or any(h is not None and h != g for h, g in zip(had, have, strict=True)):
         raise ValueError(
             f"the state is for buckets of (length, type) {had}, the gradients make {have}: initialise the state with "

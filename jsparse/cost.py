@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._comm import Cost, collective_cost, in_turn
+from ._comm import AxisComm, Cost, collective_cost, in_turn
+from ._sparse_vector import SparseVector
 from ._transform import Config, SparseAllReduce
+from ._two_levels import sends as sends_inside
 
 __all__ = ["ALGORITHMS", "DENSE", "Load", "Node", "Prediction", "choose", "exact", "expected_union", "link", "predict"]
 
@@ -197,7 +199,7 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
     return min(ALGORITHMS, key=seconds)
 
 
-def exact(tx: SparseAllReduce, params: Any, size: int) -> tuple[Cost, Cost]:
+def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tuple[Cost, Cost]:
     """What a worker sends in one ``tx.update``, in this implementation: bytes and messages, by closed formulas.
 
     It is what :func:`jsparse.traffic` reads off the traced program, at less expense.
@@ -205,7 +207,7 @@ def exact(tx: SparseAllReduce, params: Any, size: int) -> tuple[Cost, Cost]:
     Args:
       tx: a preset, or :func:`jsparse.sparse_allreduce`; not a chain.
       params: the parameters, or their shapes and types (``jax.ShapeDtypeStruct``).
-      size: P.
+      size: P; over two levels nodes, and workers of a node.
 
     Returns:
       The least, and the most: each has ``bytes`` and ``messages``.
@@ -215,14 +217,34 @@ def exact(tx: SparseAllReduce, params: Any, size: int) -> tuple[Cost, Cost]:
     (True, 5614, 9)
     """
     config = tx.config
+    sizes = size if isinstance(size, tuple) else (size,)
+    if len(sizes) != len(config.levels):
+        raise ValueError(f"size is {size}; give one number, and two, (nodes, workers of a node), for hitopk and torus")
     carried, parts = [], []
     for bucket in config.plan(params):
-        how, n, dtype = config.of(bucket), bucket.layout.n, bucket.layout.dtype
-        capacity, state = jax.eval_shape(functools.partial(_begin, how, n, size, dtype))
+        how, dtype = config.of(bucket), bucket.layout.dtype
+        n = -(-bucket.layout.n // math.prod(sizes[1:]))
+        handed, state = jax.eval_shape(functools.partial(_begin, how, n, sizes[0], dtype))
         carried.append(state)
-        parts.append(how.allreduce.sends(n, capacity.shape[0], size, dtype=dtype, wire=how.wire))
+        parts.append(how.allreduce.sends(n, handed.shape[0], sizes[0], dtype=dtype, wire=how.wire))
+        for gpus in sizes[1:]:
+            total = jax.eval_shape(functools.partial(_total, how, n, sizes[0], dtype))
+            parts.append(sends_inside(total, bucket.layout.n, gpus))
     # With a state to spoil, a step opens with whether a gradient is not finite, and with the step's number.
-    return in_turn(collective_cost("pmax", 8, size) if jax.tree.leaves(carried) else Cost(), *parts)
+    opening = [collective_cost("pmax", 8, level) for level in sizes if jax.tree.leaves(carried)]
+    return in_turn(*opening, *parts)
+
+
+def _total(how: Config, n: int, size: int, dtype: DTypeLike) -> SparseVector | jax.Array:
+    """What the all-reduce returns, or as long."""
+    values, (_, *_, state) = _begin(how, n, size, dtype)
+    x = values if how.select is None else SparseVector(values, jnp.zeros(values.shape, jnp.int32), n)
+
+    def reduce(x):
+        return how.allreduce(AxisComm("workers"), x, state, step=jnp.int32(0), wire=how.wire)[0]
+
+    everyone = jax.vmap(reduce, in_axes=None, axis_name="workers", axis_size=size)(x)
+    return jax.tree.map(lambda leaf: leaf[0], everyone)
 
 
 def _begin(how: Config, n: int, size: int, dtype: DTypeLike) -> tuple[jax.Array, Any]:
@@ -362,8 +384,8 @@ def _dsar_split_allgather(on: _Cluster) -> _Sent:
 
 
 def _parameter_server(on: _Cluster) -> _Sent:
-    """A star: the root, whose link has it all, receives everyone's elements and sends each the sum, sparse or dense."""
-    return _along(2 * (on.P - 1), (on.P - 1) * (2 * on.k + on.smaller(on.union(on.P))))
+    """A star: the root, whose link has it all, receives everyone's gradient and sends each the sum."""
+    return _along(2 * (on.P - 1), 2 * on.n * (on.P - 1))
 
 
 def _hitopk(on: _Cluster) -> _Sent:
@@ -410,4 +432,4 @@ _MODELS: dict[str, Callable[[_Cluster], _Sent]] = {
 #: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.
 ALGORITHMS = tuple(_MODELS)
 #: Those of them that send whole gradients.
-DENSE = ("dense", "torus", "dense_hierarchical")
+DENSE = ("dense", "parameter_server", "torus", "dense_hierarchical")

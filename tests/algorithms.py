@@ -22,6 +22,7 @@ class Row:
       sparse: whether it selects, so that it has a residual.
       bound: words that a worker may send in a step: a function of n, k and P; None without such a bound.
       oracle_args: further arguments of the oracle.
+      gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Row:
     sparse: bool = True
     bound: Callable[[int, int, int], float] | None = None
     oracle_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    gpus: Mapping[int, int] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -38,6 +40,15 @@ class Row:
 
 def oktopk_bound(n: int, k: int, size: int) -> float:
     return 6 * k * (size - 1) / size + 16 * size + 512
+
+
+def hitopk_bound(n: int, k: int, size: int) -> float:
+    """Of two levels, however the workers are split: the shards' parts of k are rounded up."""
+    return 2 * n + 2 * (k + size) * size + 8
+
+
+def hitopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda axes, density: jsparse.hitopk(*axes, density=density, **kwargs)
 
 
 def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
@@ -49,9 +60,20 @@ def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
 
 
 select = jsparse.select
+# Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4; and 1x7, 4x2.
+GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4}
+OTHER_GPUS = {7: 7, 8: 2}
 ROWS = [
     Row("dense", lambda comm, density: jsparse.dense(comm), oracles.dense, sparse=False),
     Row("dense-bucketed", lambda comm, density: jsparse.dense(comm, bucket_bytes=1000), oracles.dense, (3, 8), False),
+    Row(
+        "parameter_server",
+        lambda comm, density: jsparse.parameter_server(comm),
+        oracles.parameter_server,
+        sparse=False,
+        bound=lambda n, k, size: 2 * n * (size - 1),
+    ),
+    Row("torus", lambda axes, density: jsparse.torus(*axes), oracles.torus, sparse=False, gpus=GPUS),
     Row(
         "topk_allgather",
         lambda comm, density: jsparse.topk_allgather(comm, density=density),
@@ -69,6 +91,15 @@ ROWS = [
         oracles.gaussiank,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
     ),
+    Row("hitopk", hitopk(), oracles.hitopk, bound=hitopk_bound, gpus=GPUS),
+    Row("hitopk-wide", hitopk(), oracles.hitopk, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
+    Row(
+        "hitopk-oktopk",
+        lambda axes, density: jsparse.hitopk(*axes, density=density, allreduce=jsparse.allreduce.OkTopk(density)),
+        sizes=(8,),
+        gpus=GPUS,
+    ),
+    Row("hitopk-leaf", hitopk(scope="leaf", dense_below=10), sizes=(4,), gpus=GPUS),
     Row("oktopk", oktopk(), oracles.oktopk, bound=oktopk_bound),
     Row(
         "oktopk-often",

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,34 @@ def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
     delivered = np.zeros_like(accs)
     for worker, acc in enumerate(accs):
         chosen = top_k(acc, k)
+        delivered[worker, chosen] = acc[chosen]
+    return Expected(_ordered_sum(delivered), delivered)
+
+
+def parameter_server(accs: np.ndarray, *, staleness: int = 0, before: Sequence[np.ndarray] = (), **_) -> Expected:
+    """The root adds what arrives, in the order of ranks: of this step, or of one before (``before``, the last last)."""
+    arrives = [*(np.zeros_like(accs) for _ in range(staleness)), *before, accs][-1 - staleness]
+    return Expected(_ordered_sum(arrives), arrives)
+
+
+def torus(accs: np.ndarray, *, gpus: int, **_) -> Expected:
+    """2D torus: workers of the same rank in their nodes have the same shard, and add theirs."""
+    shard = math.ceil(accs.shape[1] / gpus)
+    total = np.concatenate([accs[j::gpus, j * shard : (j + 1) * shard].sum(0, dtype=accs.dtype) for j in range(gpus)])
+    return Expected(total, accs)
+
+
+def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:
+    """HiTopKComm, Algorithm 2 from line 5 on: top-k of each shard of a node's sum, added between the nodes.
+
+    ``accs`` of worker ``j`` of a node are its shard of the sum (lines 2 to 4), zeros elsewhere.
+    """
+    n = accs.shape[1]
+    shard = math.ceil(n / gpus)
+    delivered = np.zeros_like(accs)
+    for worker, acc in enumerate(accs):
+        begin = worker % gpus * shard
+        chosen = begin + top_k(acc[begin : begin + shard], max(1, round(density * shard)))
         delivered[worker, chosen] = acc[chosen]
     return Expected(_ordered_sum(delivered), delivered)
 

@@ -25,17 +25,17 @@ CASES = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS for size in
 @pytest.mark.parametrize("row, size", CASES)
 def test_what_is_sent_is_known_beforehand(row: Row, size: int):
     """The same least and most as in the traced program, for short gradients and long ones."""
-    tx = row.make(AXIS, DENSITY)
+    tx, sizes = row.make(transports.axis(row), DENSITY), transports.axis_sizes(row, size)
     for shapes in (transports.SHAPES, LONG):
         params = {name: jax.ShapeDtypeStruct(dims, jnp.float32) for name, dims in shapes.items()}
-        traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), params, axis_sizes={AXIS: size})
-        assert cost.exact(tx, params, size) == (traffic.least, traffic.cost)
+        traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), params, axis_sizes=sizes)
+        assert cost.exact(tx, params, tuple(sizes.values()) if row.gpus else size) == (traffic.least, traffic.cost)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_what_an_all_reduce_sends(row: Row):
     """By itself, without the transform around it."""
-    how, n, size = row.make(AXIS, DENSITY).config, 100_000, row.sizes[-1]
+    how, n, size = row.make(transports.axis(row), DENSITY).config, 100_000, row.sizes[-1]
     k = elements_kept(DENSITY, n) if row.sparse else n
 
     def reduce(values, indices):

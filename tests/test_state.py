@@ -170,7 +170,11 @@ def test_what_would_let_replicas_drift_apart_is_refused(tx, message: str):
 
 def test_an_all_reduce_over_one_axis_of_two_is_refused():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))
-    for tx in (jsparse.dense("hosts"), jsparse.topk_allgather("hosts", density=0.1)):
+    for tx in (
+        jsparse.dense("hosts"),
+        jsparse.topk_allgather("hosts", density=0.1),
+        jsparse.oktopk("hosts", density=0.1),
+    ):
         with pytest.raises(ValueError, match="no all-reduce has made alike"):
             jsparse.init(tx, transports.zeros(), mesh, ("hosts", "devices"))
 

@@ -11,12 +11,38 @@ from jax.sharding import Mesh, PartitionSpec
 from algorithms import DENSITY, Row
 
 AXIS = "workers"
+LEVELS = ("nodes", "gpus")
 SHAPES = {"b": (7,), "empty": (0, 4), "scalar": (), "v": (395,), "w": (20, 30)}
 N = 1003
 
 
 def mesh(size: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:size]), (AXIS,))
+
+
+def axis(row: Row) -> str | tuple[str, str]:
+    return AXIS if row.gpus is None else LEVELS
+
+
+def axis_sizes(row: Row, size: int) -> dict[str, int]:
+    if row.gpus is None:
+        return {AXIS: size}
+    return dict(zip(LEVELS, (size // row.gpus[size], row.gpus[size]), strict=True))
+
+
+def vmapped(fn: Callable[..., Any], row: Row, size: int) -> Callable[..., Any]:
+    """The function over stacked arguments: over two levels, by nested vmaps."""
+    if row.gpus is None:
+        return jax.vmap(fn, axis_name=AXIS)
+    shape = tuple(axis_sizes(row, size).values())
+    for name in reversed(LEVELS):
+        fn = jax.vmap(fn, axis_name=name)
+
+    def nested(*args):
+        split = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), args)
+        return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), fn(*split))
+
+    return nested
 
 
 def zeros() -> dict[str, np.ndarray]:
@@ -38,7 +64,7 @@ def flat(leaves: dict[str, Any], size: int) -> np.ndarray:
 
 
 def bucket_lengths(row: Row) -> list[int]:
-    return [bucket.layout.n for bucket in row.make(AXIS, DENSITY).config.plan(zeros())]
+    return [bucket.layout.n for bucket in row.make(axis(row), DENSITY).config.plan(zeros())]
 
 
 @functools.cache
@@ -48,15 +74,17 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
     ``update(gradients, state)`` takes and returns pytrees whose leaves have a leading axis for the workers; updates
     too, so that one can see whether they agree.
     """
-    tx = row.make(AXIS, density)
+    tx = row.make(axis(row), density)
     if transport == "vmap":
-        init = jax.vmap(lambda _: tx.init(zeros()), axis_name=AXIS)
-        update = jax.vmap(tx.update, axis_name=AXIS)
+        init = vmapped(lambda _: tx.init(zeros()), row, size)
+        update = vmapped(tx.update, row, size)
     elif transport == "pmap":
         init = jax.pmap(lambda _: tx.init(zeros()), axis_name=AXIS)
         return init(np.arange(size)), jax.pmap(tx.update, axis_name=AXIS)
     else:
-        along, check = PartitionSpec(AXIS), transport == "shard_map"
+        along, check = PartitionSpec(axis(row)), transport == "shard_map"
+        sizes = axis_sizes(row, size)
+        on = Mesh(np.array(jax.devices()[:size]).reshape(tuple(sizes.values())), tuple(sizes))
 
         def unstack(leaves):
             return jax.tree.map(lambda x: x[0], leaves)
@@ -71,11 +99,11 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             updates, state = tx.update(unstack(grads), unstack(state))
             return updates, stack(state)
 
-        init = jax.shard_map(local_init, mesh=mesh(size), in_specs=along, out_specs=along, check_vma=check)
+        init = jax.shard_map(local_init, mesh=on, in_specs=along, out_specs=along, check_vma=check)
         # Replicated out_specs: with check_vma=True they are accepted only if the types say that all workers agree.
         shared = jax.shard_map(
             local_update,
-            mesh=mesh(size),
+            mesh=on,
             in_specs=(along, along),
             out_specs=(PartitionSpec(), along),
             check_vma=check,

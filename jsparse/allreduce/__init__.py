@@ -5,6 +5,7 @@ from .dense import Dense
 from .dsar_split_allgather import DsarSplitAllGather
 from .gtopk import GTopk
 from .oktopk import OkTopk, OkTopkState
+from .parameter_server import ParameterServer, ParameterServerState
 from .ssar_recursive_doubling import SsarRecursiveDoubling
 from .ssar_split_allgather import SsarSplitAllGather
 from .topk_allgather import TopkAllGather
@@ -16,6 +17,8 @@ __all__ = [
     "GTopk",
     "OkTopk",
     "OkTopkState",
+    "ParameterServer",
+    "ParameterServerState",
     "SsarRecursiveDoubling",
     "SsarSplitAllGather",
     "TopkAllGather",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas import count_above, estimate_kth_magnitude
+from kernels_pallas import count_above, estimate_kth_magnitude, varying_as
 
 from .._comm import Comm, Cost, collective_cost, in_turn, one_of
 
@@ -58,7 +58,7 @@ def global_threshold(
         candidate = found | (jnp.int32(1) << 30 - i)
         return jnp.where(jnp.sum(curves.counts(candidate)) >= wanted, candidate, found)
 
-    between = lax.fori_loop(0, 31, refine, jnp.int32(0))
+    between = lax.fori_loop(0, 31, refine, varying_as(jnp.int32(0), magnitudes))
     known = (between > 0) & (jnp.sum(curves.unknown(between)) <= wanted // UNCERTAIN)
     # Where the magnitude of a rank is 0, fewer elements than that are left: if that makes k of all, take all.
     most = jnp.min(jnp.where(magnitudes > 0, min(2 * k, 2**31 - 2**12), ranks), axis=1)
