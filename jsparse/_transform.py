@@ -201,37 +201,59 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     _check_state(buckets, state)
 
     step, bad = state.step[0], jnp.array(False)
-    if jax.tree.leaves(state.buckets):
+    left_out = [bad] * len(buckets)
+    stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
+    if stateful == 1:
         # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
-        wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
-        opening = comm.pmax(jnp.stack([jnp.max(jnp.stack(wrong)), step]))
+        opening = comm.pmax(jnp.stack([_not_finite(leaves).astype(jnp.int32), step]))
         bad, step = opening[0] > 0, opening[1]
+        left_out = [bad] * len(buckets)
+    elif stateful:
+        # Several do not wait for each other's gradients: a worker leaves out where its own are not finite, and once
+        # all have told, the step is undone.
+        step = comm.pmax(step)
+        left_out = [_not_finite(bucket.of(leaves)) for bucket in buckets]
 
-    totals, carried = [], []
+    totals: dict[int, SparseVector | jax.Array] = {}
+    carried: dict[int, BucketState] = {}
     overflowed = delivered = updated = jnp.int32(0)
-    for bucket, before in zip(buckets, state.buckets, strict=True):
-        how = config.of(bucket)
-        x = acc = accumulate(bucket.layout, before.residual, bucket.of(leaves), ~bad, comm.size)
+    comm.next_bucket()
+    # In the order in which a backward pass has them ready.
+    for i in sorted(range(len(buckets)), key=lambda i: buckets[i].ids[0], reverse=True):
+        bucket, before, keep, how = buckets[i], state.buckets[i], ~left_out[i], config.of(buckets[i])
+        comm.next_bucket()
+        x = acc = accumulate(bucket.layout, before.residual, bucket.of(leaves), keep, comm.size)
         chosen = before.select
         if how.select is not None:
             x, chosen = how.select(acc, chosen, step)
             overflowed += chosen.selected[0] - x.count
-            x = x.where(~bad)
-        total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
+            x = x.where(keep)
+        totals[i], arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
         delivered += _count(arrived)
-        updated += _count(total)
+        updated += _count(totals[i])
         residual = retain(acc, arrived) if how.error_feedback else None
-        chosen, reduce = jax.tree.map(
-            lambda new, old: jnp.where(bad, old, new), (chosen, reduce), (before.select, before.reduce)
-        )
-        totals.append(total)
-        carried.append(BucketState(residual, chosen, reduce))
+        carried[i] = BucketState(residual, chosen, reduce)
+
+    if stateful > 1:
+        # Only after the agreed step: XLA would merge the two, and nothing could begin before the last gradient.
+        bad = comm.pmax(jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)) > 0
+    for i, before in enumerate(state.buckets):
+        undone = jax.tree.map(lambda new, old: jnp.where(bad, old, new), carried[i], before)
+        # With one, nothing was added to the residual, nor delivered.
+        carried[i] = undone if stateful > 1 else undone._replace(residual=carried[i].residual)
 
     report = Report(overflowed, delivered, updated, comm.words, comm.messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
-    return Sums(buckets, totals, bad, comm.size), comm.varying(SparseAllReduceState(step, tuple(carried), report))
+    after = SparseAllReduceState(step, tuple(carried[i] for i in range(len(buckets))), report)
+    return Sums(buckets, [totals[i] for i in range(len(buckets))], bad, comm.size), comm.varying(after)
+
+
+def _not_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Whether any element is infinite or NaN: bool scalar."""
+    wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
+    return jnp.max(jnp.stack(wrong)) > 0
 
 
 def _update(
