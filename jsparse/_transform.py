@@ -154,7 +154,8 @@ def sparse_allreduce(
       allreduce: how they are summed.
       wire: how they are laid out in messages.
       error_feedback: whether to keep what was not delivered. Without it, that is lost.
-      scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``).
+      scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``), so that XLA
+        can overlap the leaves' messages with each other and with the backward pass.
       dense_below: leaves of fewer elements are summed densely, all together.
 
     Returns:
@@ -243,6 +244,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         # With one, nothing was added to the residual, nor delivered.
         carried[i] = undone if stateful > 1 else undone._replace(residual=carried[i].residual)
 
+    delivered, updated = jnp.where(bad, 0, delivered), jnp.where(bad, 0, updated)
     report = Report(overflowed, delivered, updated, comm.words, comm.messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
