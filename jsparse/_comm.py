@@ -1,7 +1,8 @@
 """How workers talk: the few collectives that the algorithms need, and what each of them sends."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -248,7 +249,10 @@ def one_of(*branches: Cost | tuple[Cost, Cost]) -> tuple[Cost, Cost]:
 
 
 class Metered:
-    """A Comm that counts what is sent through it while one synchronisation is traced.
+    """A Comm that counts what is sent through it while one synchronisation is traced, and keeps its buckets apart.
+
+    XLA merges collectives of one kind that do not depend on each other, and what is merged waits for the last
+    gradient. So a bucket's first message follows the first of the bucket before, its second the second, and so on.
 
     Attributes:
       words: uint32 scalar: 4-byte words sent so far. It stands still from 16 GiB on.
@@ -263,6 +267,12 @@ class Metered:
         self.varying = comm.varying
         self.may_differ = comm.may_differ
         self.words = self.messages = jnp.uint32(0)
+        self._received: list[jax.Array] = []
+        self._to_follow: list[jax.Array] = []
+
+    def next_bucket(self) -> None:
+        """What is sent from here on belongs to another bucket."""
+        self._received, self._to_follow = [], self._received
 
     def psum(self, x: jax.Array) -> jax.Array:
         return self._send("psum", x)
@@ -283,32 +293,51 @@ class Metered:
         return self._send("ppermute", x, perm)
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
-        before = self.words, self.messages
-
         def metered(branch):
             def run():
-                self.words, self.messages = before
-                out = branch()
-                return out if replicated else self.varying(out), self.words, self.messages
+                with self._apart():
+                    out = branch()
+                    return out if replicated else self.varying(out), self.words, self.messages
 
             return run
 
-        out, self.words, self.messages = self._comm.switch(index, [metered(b) for b in branches], replicated=True)
+        out, words, messages = self._comm.switch(index, [metered(b) for b in branches], replicated=True)
+        self._count(words, messages)
         return out
 
     def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
         def metered(i, carry):
-            inner, self.words, self.messages = carry
-            return body(i, inner), self.words, self.messages
+            inner, words, messages = carry
+            with self._apart():
+                out = body(i, inner)
+                self._count(words, messages)
+                return out, self.words, self.messages
 
-        out, self.words, self.messages = self._comm.repeat(count, metered, (start, self.words, self.messages))
+        none = jnp.uint32(0)
+        out, words, messages = self._comm.repeat(count, metered, (start, none, none))
+        self._count(words, messages)
         return out
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """In a branch or loop: counts from zero and follows nothing, so that it does not wait for what was sent."""
+        outside = self.words, self.messages, self._received, self._to_follow
+        self.words = self.messages = jnp.uint32(0)
+        self._received, self._to_follow = [], []
+        yield
+        self.words, self.messages, self._received, self._to_follow = outside
 
     def _send(self, name: str, x: jax.Array, *args: Any) -> jax.Array:
         cost = collective_cost(name, x.size * x.dtype.itemsize, self.size)
-        self.words = add_words(self.words, jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1)))
-        self.messages = self.messages + jnp.uint32(cost.messages)
-        return getattr(self._comm, name)(x, *args)
+        self._count(jnp.uint32(min(-(-cost.bytes // 4), 2**32 - 1)), jnp.uint32(cost.messages))
+        if self._to_follow:
+            x, _ = lax.optimization_barrier((x, self._to_follow.pop(0)))
+        self._received.append(getattr(self._comm, name)(x, *args))
+        return self._received[-1]
+
+    def _count(self, words: jax.Array, messages: jax.Array) -> None:
+        self.words = add_words(self.words, words)
+        self.messages = self.messages + messages
 
 
 def add_words(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -181,7 +181,8 @@ def sparse_allreduce(
       allreduce: how they are summed.
       wire: how they are laid out in messages.
       error_feedback: whether to keep what was not delivered. Without it, that is lost.
-      scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``).
+      scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``), so that XLA
+        can overlap the leaves' messages with each other and with the backward pass.
       dense_below: leaves of fewer elements are summed densely, all together.
 
     Returns:
@@ -230,30 +231,40 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     _check_state(config, buckets, state)
 
     step, bad = state.step[0], jnp.array(False)
-    if jax.tree.leaves(state.buckets):
+    left_out = [bad] * len(buckets)
+    stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
+    if stateful == 1:
         # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
-        wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
-        opening = jnp.stack([jnp.max(jnp.stack(wrong)), step])
-        for level in levels:
-            opening = level.pmax(opening)
+        opening = _pmax(levels, jnp.stack([_not_finite(leaves).astype(jnp.int32), step]))
         bad, step = opening[0] > 0, opening[1]
+        left_out = [bad] * len(buckets)
+    elif stateful:
+        # Several do not wait for each other's gradients: a worker leaves out where its own are not finite, and once
+        # all have told, the step is undone.
+        step = _pmax(levels, step)
+        left_out = [_not_finite(bucket.of(leaves)) for bucket in buckets]
 
-    totals, carried = [], []
+    totals: dict[int, SparseVector | jax.Array] = {}
+    carried: dict[int, BucketState] = {}
     overflowed = delivered = updated = jnp.int32(0)
-    for bucket, before in zip(buckets, state.buckets, strict=True):
-        how, layout, parts = config.of(bucket), bucket.layout, bucket.of(leaves)
+    _next_bucket(levels)
+    # In the order in which a backward pass has them ready.
+    for i in sorted(range(len(buckets)), key=lambda i: buckets[i].ids[0], reverse=True):
+        bucket, before, keep, how = buckets[i], state.buckets[i], ~left_out[i], config.of(buckets[i])
+        _next_bucket(levels)
+        layout, parts = bucket.layout, bucket.of(leaves)
         if intra:
-            whole = accumulate(layout, None, parts, ~bad, size)
+            whole = accumulate(layout, None, parts, keep, size)
             if how.error_feedback:
                 whole = jnp.clip(whole, -largest(whole.dtype, size), largest(whole.dtype, size))
             parts = [scatter(intra, whole)]
             layout = Layout.of(parts)
-        x = acc = accumulate(layout, before.residual, parts, ~bad, comm.size)
+        x = acc = accumulate(layout, before.residual, parts, keep, comm.size)
         chosen = before.select
         if how.select is not None:
             x, chosen = how.select(acc, chosen, step)
             overflowed += chosen.selected[0] - x.count
-            x = x.where(~bad)
+            x = x.where(keep)
         total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
         if intra:
@@ -261,18 +272,41 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         delivered += _count(arrived)
         updated += _count(total, filled=how.select is not None)
         residual = retain(acc, arrived) if how.error_feedback else None
-        chosen, reduce = jax.tree.map(
-            lambda new, old: jnp.where(bad, old, new), (chosen, reduce), (before.select, before.reduce)
-        )
-        totals.append(total)
-        carried.append(BucketState(residual, chosen, reduce))
+        totals[i], carried[i] = total, BucketState(residual, chosen, reduce)
 
+    if stateful > 1:
+        # Only after the agreed step: XLA would merge the two, and nothing could begin before the last gradient.
+        bad = _pmax(levels, jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)) > 0
+    for i, before in enumerate(state.buckets):
+        undone = jax.tree.map(lambda new, old: jnp.where(bad, old, new), carried[i], before)
+        # With one, nothing was added to the residual, nor delivered.
+        carried[i] = undone if stateful > 1 else undone._replace(residual=carried[i].residual)
+
+    delivered, updated = jnp.where(bad, 0, delivered), jnp.where(bad, 0, updated)
     words = functools.reduce(add_words, [level.words for level in levels])
     messages = functools.reduce(jnp.add, [level.messages for level in levels])
     report = Report(overflowed, delivered, updated, words, messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
-    return Sums(buckets, totals, bad, size), _varying(levels, SparseAllReduceState(step, tuple(carried), report))
+    after = SparseAllReduceState(step, tuple(carried[i] for i in range(len(buckets))), report)
+    return Sums(buckets, [totals[i] for i in range(len(buckets))], bad, size), _varying(levels, after)
+
+
+def _pmax(levels: list[Metered], x: jax.Array) -> jax.Array:
+    for level in levels:
+        x = level.pmax(x)
+    return x
+
+
+def _next_bucket(levels: list[Metered]) -> None:
+    for level in levels:
+        level.next_bucket()
+
+
+def _not_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Whether any element is infinite or NaN: bool scalar."""
+    wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
+    return jnp.max(jnp.stack(wrong)) > 0
 
 
 def _update(

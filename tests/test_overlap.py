@@ -1,0 +1,211 @@
+"""What may overlap with what: read off the traced program, and off what XLA compiles for eight GPUs without one.
+
+The latter needs JAX's CUDA plugin, and no GPU; docs/extending.md says how to install it.
+"""
+
+import functools
+import importlib.util
+import itertools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jsparse
+from jsparse._traffic import COLLECTIVES
+
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for GPUs needs jax-cuda13-plugin"
+)
+AXIS = "workers"
+# From the backward pass's point of view the last is the first. Equal sizes would be fused together.
+WIDTHS = (128, 160, 192, 224, 128)
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0a"
+  device_address_bits: 64
+  name: "NVIDIA H200"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+PRESETS = {
+    "dense": lambda: jsparse.dense(AXIS, bucket_bytes=1),
+    "topk_allgather": lambda: jsparse.topk_allgather(AXIS, density=0.01, scope="leaf", dense_below=10_000),
+    "oktopk": lambda: jsparse.oktopk(AXIS, density=0.01, scope="leaf", dense_below=10_000),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_message_waits_only_for_the_gradients_of_its_bucket_and_those_before(preset: str):
+    tx, mesh = PRESETS[preset](), Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    leaves = [jnp.zeros(size) for size in (10_000, 11_000, 12_000)]
+    state = jsparse.init(tx, leaves, mesh, AXIS)
+    specs = jsparse.state_specs(state, AXIS)
+    update = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(PartitionSpec(AXIS), specs), out_specs=(PartitionSpec(), specs)
+    )
+    program = jax.make_jaxpr(update)([jnp.zeros(4 * leaf.size) for leaf in leaves], state).eqns[0].params["jaxpr"]
+
+    # Constants stand before the arguments.
+    arguments = program.invars[-len(jax.tree.leaves((leaves, state))) :]
+    waits_for = {var: {i} for i, var in enumerate(arguments[: len(leaves)])}
+    first, branches = {}, 0
+    for eqn in program.eqns:
+        needs = set().union(*(waits_for.get(var, ()) for var in eqn.invars if not isinstance(var, Literal)))
+        if eqn.primitive.name == "cond":
+            needs = needs | {f"branch {branches}"}
+            branches += 1
+        waits_for |= dict.fromkeys(eqn.outvars, needs)
+        gradients = frozenset(need for need in needs if isinstance(need, int))
+        if eqn.primitive.name in COLLECTIVES and gradients:
+            first.setdefault(gradients, len(needs) - len(gradients))
+    assert list(first) == [{2}, {1, 2}, {0, 1, 2}]
+    # Ok-Topk's regions are found in a branch; its predecessors' other branches it does not wait for.
+    assert list(first.values()) == ([1, 2, 3] if preset == "oktopk" else [0, 0, 0])
+
+
+class Op(NamedTuple):
+    """An instruction of the compiled program, in the order in which they run."""
+
+    name: str
+    kind: str
+    inputs: frozenset[str]
+    text: str
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it multiplies matrices of the backward pass."""
+        return "transpose(" in self.text and ("dot" in self.name or "dot_general" in self.text or "gemm" in self.name)
+
+
+class Program:
+    """A computation of the compiled text."""
+
+    def __init__(self, text: str):
+        self.ops: list[Op] = []
+        self.ancestors: dict[str, frozenset[str]] = {}
+        for line in text.splitlines():
+            found = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([a-z][a-z\-]*)\((.*)", line)
+            if found:
+                name, kind, rest = found.groups()
+                inputs = frozenset(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
+                self.ops.append(Op(name, kind, inputs, line))
+                self.ancestors[name] = inputs.union(*(self.ancestors.get(i, frozenset()) for i in inputs))
+
+    def messages(self, kind: str) -> list[tuple[Op, list[Op]]]:
+        """Asynchronous collectives of a kind, each with what stands between its start and its end."""
+        result = []
+        for i, op in enumerate(self.ops):
+            if op.kind == f"{kind}-start":
+                end = next(j for j, other in enumerate(self.ops) if op.name in other.inputs and "-done" in other.kind)
+                assert '"is_sync":true' not in op.text
+                result.append((op, self.ops[i + 1 : end]))
+        return result
+
+    def needed(self, op: Op, test) -> int:
+        """How many instructions that pass a test an instruction waits for."""
+        return sum(other.name in self.ancestors[op.name] and test(other) for other in self.ops)
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    for i, layer in enumerate(params):
+        x = x @ layer["w"] + layer["b"][None]
+        x = jax.nn.relu(x) if i < len(params) - 1 else x
+    return jnp.mean((x - y) ** 2)
+
+
+@functools.cache
+def compiled(preset: str) -> str:
+    """A training step, compiled for eight GPUs."""
+    tx = optax.chain(PRESETS[preset](), optax.sgd(0.1))
+    params = [{"b": jnp.zeros(m), "w": jnp.zeros((n, m))} for n, m in itertools.pairwise(WIDTHS)]
+    here = jsparse.train_step(loss_fn, tx, Mesh(np.array(jax.devices()[:8]), (AXIS,)), AXIS).init(params)
+    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x8x1").devices
+    mesh = Mesh(np.array(devices), (AXIS,))
+
+    def there(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.tree.map(lambda x: there(x, x.sharding.spec), here)
+    batch = [there(jnp.zeros((4096, WIDTHS[i])), PartitionSpec(AXIS)) for i in (0, -1)]
+    with jax.set_mesh(mesh):
+        lowered = jsparse.train_step(loss_fn, tx, mesh, AXIS).lower(state, batch)
+        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+
+
+def main(text: str) -> Program:
+    assert "is_scheduled=true" in text
+    return Program(text[text.index("\nENTRY") :])
+
+
+@needs_plugin
+def test_dense_buckets_overlap_with_the_backward_pass():
+    program = main(compiled("dense"))
+    sums = program.messages("all-reduce")
+    assert len(sums) >= 2 * (len(WIDTHS) - 1), "XLA has merged them"
+    overlapped = [any(op.is_backward for op in meanwhile) for _, meanwhile in sums]
+    assert sum(overlapped) >= len(WIDTHS) - 2
+
+
+@needs_plugin
+def test_sparse_buckets_overlap_with_each_other_and_with_the_backward_pass():
+    program = main(compiled("topk_allgather"))
+    gathers = program.messages("all-gather")
+    assert len(gathers) == len(WIDTHS) - 1, "XLA has merged them"
+    waits = [program.needed(op, lambda other: other.is_backward) for op, _ in gathers]
+    assert waits == sorted(set(waits)), "each waits for more of the backward pass than the one before"
+    assert all(any(op.kind == "fusion" for op in meanwhile) for _, meanwhile in gathers)
+    assert any(op.is_backward for _, meanwhile in gathers for op in meanwhile)
+
+
+@needs_plugin
+def test_oktopk_buckets_overlap_with_each_other_except_in_branches():
+    text = compiled("oktopk")
+    program = main(text)
+    exchanges = program.messages("all-to-all")
+    assert len(exchanges) == len(WIDTHS) - 1
+    for i, (exchange, _) in enumerate(exchanges):
+        # A bucket's own regions and its predecessors', and none of the branches in which results are gathered.
+        assert 1 <= program.needed(exchange, lambda op: op.kind == "conditional") <= i + 1
+    assert any(op.kind == "fusion" for _, meanwhile in exchanges for op in meanwhile)
+    # What is gathered in a branch begins and ends there.
+    gathers = [part for part in text.split("\n\n") if "all-gather-start(" in part and not part.startswith("ENTRY")]
+    assert gathers
+    assert all(part.count("all-gather-start(") == part.count("all-gather-done(") for part in gathers)
