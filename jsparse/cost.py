@@ -230,9 +230,11 @@ def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tupl
         for gpus in sizes[1:]:
             total = jax.eval_shape(functools.partial(_total, how, n, sizes[0], dtype))
             parts.append(sends_inside(total, bucket.layout.n, gpus))
-    # With a state to spoil, a step opens with whether a gradient is not finite, and with the step's number.
-    opening = [collective_cost("pmax", 8, level) for level in sizes if jax.tree.leaves(carried)]
-    return in_turn(*opening, *parts)
+    # With a state to spoil, a step agrees on its number and on whether a gradient is not finite: at once, or, where
+    # several buckets have one, at the beginning and at the end.
+    stateful = sum(bool(jax.tree.leaves(state)) for state in carried)
+    agreed = {0: [], 1: [8]}.get(stateful, [4, 4])
+    return in_turn(*(collective_cost("pmax", payload, level) for payload in agreed for level in sizes), *parts)
 
 
 def _total(how: Config, n: int, size: int, dtype: DTypeLike) -> SparseVector | jax.Array:
