@@ -116,20 +116,22 @@ def gather_regions(
     table = jnp.array([words(length) for length in lengths])
     direct = fitting(jnp.max(counts), lengths)
     cost, length = table[direct], direct
+    most = jnp.int32(min(block * dtype.itemsize // 4, MOST) if fills else MOST)
     if len(lengths) > 1:
         share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
         even = fitting(share, lengths)
         amounts = _amounts(lengths)
         way = fitting(jnp.max(moves(counts, share)[1]), amounts)
         together = table[even] + jnp.array([words(amount) for amount in amounts])[way]
-        cost, length = jnp.minimum(cost, together), jnp.where(together < cost, even, direct)
+        balance = (together < cost) & (together <= most)
+        cost, length = jnp.where(balance, together, cost), jnp.where(balance, even, direct)
 
         def balanced(amount: int) -> SparseVector:
             own = part.window(jnp.int32(0), jnp.minimum(part.count, share), part.capacity)
             return own.followed_by(exchange_surplus(comm, part, counts, share, amount, wire)).join(part.capacity)
 
         ways = [lambda: part, *(functools.partial(balanced, amount) for amount in amounts)]
-        part = comm.switch(jnp.where(together < table[direct], way + 1, 0), ways)
+        part = comm.switch(jnp.where(balance, way + 1, 0), ways)
 
     def sparse(length: int) -> SparseVector | jax.Array:
         everyone = wire.decode(comm.all_gather(wire.encode(part.resize(length))), n, dtype)
@@ -141,7 +143,7 @@ def gather_regions(
     forms: list[Callable[[], SparseVector | jax.Array]] = [functools.partial(sparse, length) for length in lengths]
     if fills:
         forms.append(dense)
-        length = jnp.where(cost <= min(block * dtype.itemsize // 4, MOST), length, len(lengths))
+        length = jnp.where(cost <= most, length, len(lengths))
     return comm.switch(length, forms, replicated=True)
 
 
