@@ -260,7 +260,8 @@ def gtopk(
     Returns:
       A gradient transformation.
 
-    **Cost**: ``2k log P`` words and ``log P`` messages a worker; twice that for the published tree.
+    **Cost**: ``2k log P`` words and ``log P`` messages a worker, more for P no power of two; ``4k log P`` and
+    ``2 log P`` for the published tree.
 
     References:
       Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
@@ -292,7 +293,8 @@ def topk_dsa(
     Returns:
       A gradient transformation.
 
-    **Cost**: ``4k (P-1)/P`` words a worker where all select the same, up to ``(2k + n) (P-1)/P``; ``P`` messages.
+    **Cost**: ``4k (P-1)/P`` words a worker where all select the same, evenly over the indices, up to ``(2k + n)
+    (P-1)/P`` where the result fills in; more where elements crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA", and section 5.2.
@@ -320,7 +322,8 @@ def ssar_recursive_doubling(
     Returns:
       A gradient transformation.
 
-    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker, by how much the workers' choices overlap.
+    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker, by how much the workers' choices overlap; more for P no power
+    of two.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3.
@@ -348,7 +351,8 @@ def ssar_split_allgather(
     Returns:
       A gradient transformation.
 
-    **Cost**: ``4k (P-1)/P`` to ``2k P`` words a worker, by how much the workers' choices overlap.
+    **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker, by how much the workers' choices overlap; more where they
+    crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3.
@@ -378,7 +382,8 @@ def dsar_split_allgather(
     Returns:
       A gradient transformation.
 
-    **Cost**: ``(2k + n) (P-1)/P`` words a worker.
+    **Cost**: ``(2k + n) (P-1)/P`` words a worker; up to ``(2k + n/P) (P-1)`` where each worker's elements crowd in one
+    region.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.4.

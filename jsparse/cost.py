@@ -202,7 +202,9 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
 def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tuple[Cost, Cost]:
     """What a worker sends in one ``tx.update``, in this implementation: bytes and messages, by closed formulas.
 
-    It is what :func:`jsparse.traffic` reads off the traced program, at less expense.
+    It is what :func:`jsparse.traffic` reads off the traced program, at less expense. What typing a result under
+    ``check_vma=True`` costs some algorithms comes on top. The most is that of every part's dearest branch, which no
+    data may take all at once.
 
     Args:
       tx: a preset, or :func:`jsparse.sparse_allreduce`; not a chain.

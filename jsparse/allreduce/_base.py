@@ -45,6 +45,8 @@ class AllReduce(Protocol):
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
         """What a worker sends in one call, at least and at most: what :func:`jsparse.traffic` reads off its program.
 
+        Without what it costs some to type their result, under ``check_vma=True``.
+
         Args:
           n: the vectors' length.
           k: the capacity of a sparse vector, as the selector hands it over; ``n`` for a dense one.

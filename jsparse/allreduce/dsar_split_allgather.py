@@ -34,8 +34,10 @@ class DsarSplitAllGather:
         reduce it by a dense reduce-scatter. With 1 there are no groups: all workers split at once.
       operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
 
-    **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P + log P`` messages; in groups of G ``2k (G-1)/G + n (P/G - 1)/P
-    + n (P-1)/P`` words and ``G + P/G + log P`` messages.
+    **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P - 1 + 3 log P`` messages; in groups of G
+    ``2k (G-1)/G + n (P/G - 1)/P + n (P-1)/P`` words and ``G + P/G - 2 + 3 log P`` messages. The first term is for
+    elements that lie evenly over the regions; where a worker's lie in one region, it is ``2k (P-1)``, in groups
+    ``2k (G-1)``.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR", Figures 3.12 and 3.13.

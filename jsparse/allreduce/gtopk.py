@@ -38,10 +38,10 @@ class GTopk:
         worker that cuts a partial sum keeps it. ``"paper"``: a worker's elements whose index is not in the result,
         which loses those that were cut in a round and whose index came back through another pair.
 
-    **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width (for P no power of two, two
-    messages more); tree ``4k log P`` words and ``2 log P`` messages; all-gather ``2k (P-1)`` words. Under
-    ``check_vma=True`` the first two gather their result once more, in parts, ``2k (P-1)/P`` words, to type it as alike
-    on all workers.
+    **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width (for P no power of two, log
+    rounded down, and two messages more: ``4k`` words and a bit for each element); tree ``4k log P`` words and
+    ``2 log P`` messages; all-gather ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once
+    more, in parts, ``2k (P-1)/P`` words, to type it as alike on all workers.
 
     References:
       Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,

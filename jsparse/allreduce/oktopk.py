@@ -78,8 +78,9 @@ class OkTopk:
         balanced first. At 2.0 that is when balancing sends no more. 4.0 is the paper's rule; with it the bound below
         does not hold.
 
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words for float32 values at full width, in every step; ``2P`` messages
-    and a few rounds of ``log P``.
+    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words for float32 values at full width, in every step;
+    ``P - 1 + 2 log P`` messages, to balance ``P - 1 + log P`` more, for new regions ``2 log P``, for an exact threshold
+    ``63 log P``.
 
     References:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, Algorithm 1.

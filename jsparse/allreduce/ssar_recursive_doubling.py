@@ -45,9 +45,10 @@ class SsarRecursiveDoubling:
 
     **Cost**: with messages as long as the data, ``2k log P`` words where all workers have the same indices,
     ``2k (P-1)`` where no two share one, and in each round at most ``n``; ``log P`` messages, and ``2 log P`` more for
-    each round that has to agree on a length. Messages have one of a few static lengths, each at most √2 times the next,
-    and the one with most to send decides. Under ``check_vma=True`` the result is gathered once more, in parts, to type
-    it as alike on all workers.
+    each round that has to agree on a length, all but the first. P that is no power of two takes, log rounded down, two
+    rounds more: one of k elements, and one of the whole result. Messages have one of a few static lengths, each √2
+    times the one before, and the one with most to send decides. Under ``check_vma=True`` the result is gathered once
+    more, in parts, to type it as alike on all workers: ``(P-1)/P`` of its words and ``3 log P`` messages.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Rec_Dbl", Figure 3.9, with the switch to a dense format of

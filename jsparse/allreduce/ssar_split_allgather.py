@@ -24,9 +24,11 @@ class SsarSplitAllGather:
     Attributes:
       operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
 
-    **Cost**: with messages as long as the data, ``2k (P-1)/P`` words for the split and ``2K (P-1)/P`` for the gather of
-    a result of ``K`` elements, at most ``n (P-1)/P``; ``P`` messages and some rounds of ``log P``. Messages have one of
-    a few static lengths, each at most √2 times the next, and the one with most to send decides.
+    **Cost**: where elements lie evenly over the regions, ``2k (P-1)/P`` words for the split and ``2K (P-1)/P`` for the
+    gather of a result of ``K`` elements. Where they crowd in one region, up to ``2k (P-1)`` for the split and about
+    twice that for the gather, balanced; a result that may exceed δ costs at most ``n (P-1)/P``. ``P - 1 + 4 log P``
+    messages, and ``P - 1`` more to balance. Messages have one of a few static lengths, each √2 times the one before,
+    and the one with most to send decides.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Split_AlGa", with the switch to a dense format of section
