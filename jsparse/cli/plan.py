@@ -12,8 +12,8 @@ import rich.console
 import rich.table
 
 from .. import _presets, cost
-from .._comm import Cost
 from .._density import check_density, elements_kept
+from .._ledger import Cost
 from ._plot import pyplot
 
 # On one level hitopk is topk_allgather, and the others are dense.
