@@ -27,11 +27,17 @@ ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
     "torus": lambda density: jsparse.torus("nodes", "gpus"),
     "parameter_server": lambda density: jsparse.parameter_server("workers"),
-    "hitopk": lambda density: jsparse.hitopk("nodes", "gpus", density=density),
     "topk_allgather": lambda density: jsparse.topk_allgather("workers", density=density),
     "gaussiank": lambda density: jsparse.gaussiank("workers", density=density),
+    "topk_dsa": lambda density: jsparse.topk_dsa("workers", density=density),
+    "ssar_recursive_doubling": lambda density: jsparse.ssar_recursive_doubling("workers", density=density),
+    "ssar_split_allgather": lambda density: jsparse.ssar_split_allgather("workers", density=density),
+    "dsar_split_allgather": lambda density: jsparse.dsar_split_allgather("workers", density=density),
+    "hitopk": lambda density: jsparse.hitopk("nodes", "gpus", density=density),
+    "gtopk": lambda density: jsparse.gtopk("workers", density=density),
     "oktopk": lambda density: jsparse.oktopk("workers", density=density),
 }
+DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
 OPTIMIZERS = {
     "sgd": lambda rate: optax.sgd(rate or 0.1),
@@ -135,7 +141,11 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--algorithm", action="append", choices=ALGORITHMS, help="repeatable; default: each of them, once"
+        "--algorithm",
+        action="append",
+        choices=[*ALGORITHMS, "all"],
+        metavar="NAME",
+        help=f"repeatable, or all: one of {', '.join(ALGORITHMS)} (default: {', '.join(DEFAULT)})",
     )
     parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
     parser.add_argument("--data-dir", type=pathlib.Path, help="where MNIST's or CIFAR-10's files are")
@@ -149,7 +159,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", default="train.png")
     args = parser.parse_args(argv)
-    args.algorithm = args.algorithm or list(ALGORITHMS)
+    names = args.algorithm or DEFAULT
+    args.algorithm = list(ALGORITHMS if "all" in names else names)
     args.epochs = args.epochs or (40 if args.data == "digits" else 3)
 
     with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ._comm import Cost, collective_cost
+from ._ledger import Cost, collective_cost
 
 # JAX's primitives, by the names of their functions in jax.lax.
 COLLECTIVES = {

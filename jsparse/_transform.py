@@ -13,9 +13,10 @@ import optax
 from kernels_pallas import bitmap
 
 from ._buckets import Bucket, plan
-from ._comm import AxisComm, Comm, CommLike, Metered, add_words, as_comm
+from ._comm import AxisComm, Comm, CommLike, as_comm
 from ._error_feedback import accumulate, largest, retain
 from ._flatten import Layout
+from ._ledger import Metered, add_words
 from ._sparse_vector import SparseVector
 from ._two_levels import gather, scatter
 from .allreduce import AllReduce, Dense

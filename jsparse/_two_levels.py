@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._comm import Comm, Cost, collective_cost
+from ._comm import Comm
+from ._ledger import Cost, collective_cost
 from ._sparse_vector import SparseVector
 from .wire import Full
 

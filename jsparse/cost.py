@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._comm import AxisComm, Cost, collective_cost, in_turn
+from ._comm import AxisComm
+from ._ledger import Cost, collective_cost, in_turn
 from ._sparse_vector import SparseVector
 from ._transform import Config, SparseAllReduce
 from ._two_levels import sends as sends_inside

@@ -9,7 +9,7 @@ import pytest
 
 import jsparse
 import scenarios
-from jsparse._comm import Metered
+from jsparse._ledger import Metered
 from jsparse._sparse_vector import SparseVector
 from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather
 from jsparse.allreduce._gather import delta

@@ -26,6 +26,7 @@ LAYERS = [
     {"jsparse._sparse_vector"},
     {"jsparse._flatten", "jsparse._buckets"},
     {"jsparse._comm"},
+    {"jsparse._ledger"},
     {"jsparse._traffic"},
     {"jsparse.wire"},
     {"jsparse.select"},

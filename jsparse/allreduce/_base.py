@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm, Cost
+from .._comm import Comm
+from .._ledger import Cost
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._comm import Comm, Cost, collective_cost, in_turn, one_of
+from .._comm import Comm
+from .._ledger import Cost, collective_cost, in_turn, one_of
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 

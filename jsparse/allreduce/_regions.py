@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._comm import Comm, Cost, collective_cost, in_turn, one_of
+from .._comm import Comm
+from .._ledger import Cost, collective_cost, in_turn, one_of
 from .._operator import Operator
 from .._sparse_vector import SparseVector
 from ..wire import Wire
@@ -103,7 +104,6 @@ def gather_regions(
     """
     size, block, dtype = comm.size, mine.n, mine.values.dtype
     capacity = min(size * k, n)
-    fills = capacity > delta(n, dtype, wire)
     counts = comm.all_gather(mine.count)
     used = mine.indices < block
     part = SparseVector(mine.values, jnp.where(used, mine.indices + comm.rank() * block, n), n)
@@ -112,17 +112,16 @@ def gather_regions(
         return min(wire.words(length, dtype), MOST)
 
     # The words of a message, in each form; every form sends P - 1 of them.
-    lengths = _region_lengths(k, size, block)
-    table = jnp.array([words(length) for length in lengths])
+    lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
+    table = jnp.array([*map(words, lengths), MOST])
     direct = fitting(jnp.max(counts), lengths)
     cost, length = table[direct], direct
-    most = jnp.int32(min(block * dtype.itemsize // 4, MOST) if fills else MOST)
-    if len(lengths) > 1:
+    most = min(block * dtype.itemsize // 4, MOST) if fills else MOST
+    if amounts:
         share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
         even = fitting(share, lengths)
-        amounts = _amounts(lengths)
         way = fitting(jnp.max(moves(counts, share)[1]), amounts)
-        together = table[even] + jnp.array([words(amount) for amount in amounts])[way]
+        together = table[even] + jnp.array([*map(words, amounts), MOST])[way]
         balance = (together < cost) & (together <= most)
         cost, length = jnp.where(balance, together, cost), jnp.where(balance, even, direct)
 
@@ -150,26 +149,27 @@ def gather_regions(
 def gather_regions_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
     """What a worker sends in :func:`gather_regions` at least and at most."""
     block = -(-n // size)
-    lengths = _region_lengths(k, size, block)
+    lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
 
     def rows(length: int) -> int:
         return 4 * wire.words(length, dtype)
 
-    balancing = [Cost()]
-    if len(lengths) > 1:
-        balancing += [collective_cost("all_to_all", size * rows(amount), size) for amount in _amounts(lengths)]
+    balancing = [Cost(), *(collective_cost("all_to_all", size * rows(amount), size) for amount in amounts)]
     forms = [collective_cost("all_gather", rows(length), size) for length in lengths]
-    if min(size * k, n) > delta(n, dtype, wire):
+    if fills:
         forms.append(collective_cost("all_gather", block * jnp.dtype(dtype).itemsize, size))
     return in_turn(collective_cost("all_gather", 4, size), one_of(*balancing), one_of(*forms))
 
 
-def _region_lengths(k: int, size: int, block: int) -> list[int]:
-    """The lengths that a region's message may have."""
-    most = min(size * k, block)
-    return lengths_between(min(-(-k // size), most), most)
+def _region_lengths(n: int, k: int, size: int, dtype: DTypeLike, wire: Wire) -> tuple[list[int], list[int], bool]:
+    """The lengths that a region's sparse message may have, and one that balances; and whether it may be dense.
 
-
-def _amounts(lengths: list[int]) -> list[int]:
-    """The lengths that the messages between two workers may have that balance such regions."""
-    return halvings(lengths[-1], down_to=lengths[0] // 4)
+    An equal share of what is left of ``P k`` elements is at most k, and moving as many makes all equal: so a region of
+    more than 2k is never gathered as it is.
+    """
+    block = -(-n // size)
+    fills = min(size * k, n) > delta(n, dtype, wire)
+    whole = min(size * k, block)
+    most = min(whole, 2 * k, delta(block, dtype, wire) if fills else whole)
+    lengths = lengths_between(min(-(-k // size), most), most)
+    return lengths, halvings(k, down_to=lengths[0] // 4) if lengths != [whole] else [], fills

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_top_k
 
-from .._comm import Comm, Cost, collective_cost, in_turn
+from .._comm import Comm
+from .._ledger import Cost, collective_cost, in_turn
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 from ._pairs import butterfly, choose, deliver, receives, replicate

@@ -35,8 +35,9 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_above
 
-from .._comm import Comm, Cost, collective_cost, in_turn, one_of
+from .._comm import Comm
 from .._density import check_density, check_steps, elements_kept
+from .._ledger import Cost, collective_cost, in_turn, one_of
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 from ._gather import gather_parts, gather_parts_sends

@@ -6,7 +6,8 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm, Cost, in_turn
+from .._comm import Comm
+from .._ledger import Cost, in_turn
 from .._operator import Operator, check_operator
 from .._sparse_vector import SparseVector
 from ..wire import Wire

@@ -6,7 +6,8 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm, Cost, collective_cost, in_turn
+from .._comm import Comm
+from .._ledger import Cost, collective_cost, in_turn
 from .._sparse_vector import SparseVector
 from ..wire import Wire
 

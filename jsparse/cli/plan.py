@@ -12,8 +12,8 @@ import rich.console
 import rich.table
 
 from .. import _presets, cost
-from .._comm import Cost
 from .._density import check_density, elements_kept
+from .._ledger import Cost
 from ._plot import pyplot
 
 # On one level hitopk is topk_allgather, and the others are dense.
@@ -29,7 +29,9 @@ def add_parser(commands: Any) -> None:
         epilog="Networks are modelled by latency and bandwidth, and nothing overlaps: a step is computing, selection "
         "(sparse algorithms only) and communication, one after the other.",
     )
-    parser.add_argument("--parameters", type=int, required=True, metavar="N", help="elements of the gradient")
+    parser.add_argument(
+        "--parameters", type=whole_number, required=True, metavar="N", help="elements of the gradient, such as 25e6"
+    )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument("--workers", type=int, required=True, metavar="P", help="GPUs in all")
     parser.add_argument(
@@ -54,6 +56,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw time against workers there")
     parser.set_defaults(run=run)
+
+
+def whole_number(text: str) -> int:
+    """A whole number, which may be written 25e6."""
+    if float(text) != int(float(text)):
+        raise ValueError
+    return int(float(text))
 
 
 def run(args: argparse.Namespace) -> None:
