@@ -121,8 +121,8 @@ class Stats(NamedTuple):
       selected: int32: elements that qualified on this worker.
       overflowed: int32: those of them that did not fit into its buffers and wait in its residual.
       delivered: int32: elements of this worker that became part of the update.
-      updated: int32: elements of the update, alike on all workers; an all-gather counts an index once for each worker
-        that sent it.
+      updated: int32: elements of the update that are not zero, alike on all workers: over n, the density to which it
+        has filled in. An all-gather counts an index once for each worker that sent it.
       thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach on this worker.
       global_thresholds: shape ``(P, buckets)``: and in the sum, where the all-reduce has such a threshold; else 0.
       residual_norm: Euclidean norm of this worker's residual.

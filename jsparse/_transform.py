@@ -47,7 +47,8 @@ class Report(NamedTuple):
     Attributes:
       overflowed: int32: elements that this worker selected and that did not fit into its buffers.
       delivered: int32: elements of this worker that became part of the update.
-      updated: int32: elements of the update; an all-gather counts an index once for each worker that sent it.
+      updated: int32: elements of the update that are not zero, over n the density to which it has filled in; an
+        all-gather counts an index once for each worker that sent it.
       words: uint32: 4-byte words that this worker sent.
       messages: uint32: messages that this worker sent.
     """
