@@ -20,9 +20,10 @@ from ._presets import (
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
+from ._synchronise import SparseAllReduceState
 from ._traffic import Traffic, traffic
 from ._train_step import TrainState, TrainStep, local_value_and_grad, train_step
-from ._transform import SparseAllReduce, SparseAllReduceState, sparse_allreduce
+from ._transform import SparseAllReduce, sparse_allreduce
 
 __all__ = [
     "AxisComm",

@@ -3,7 +3,8 @@
 from typing import Literal
 
 from ._comm import CommLike, as_comm
-from ._transform import Config, SparseAllReduce
+from ._synchronise import Config
+from ._transform import SparseAllReduce
 from .allreduce import (
     AllReduce,
     Dense,

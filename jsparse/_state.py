@@ -11,7 +11,7 @@ from kernels_pallas import varying_axes
 
 from ._comm import AxisComm
 from ._per_worker import PerWorkerState
-from ._transform import SparseAllReduceState
+from ._synchronise import SparseAllReduceState
 
 PER_WORKER = (SparseAllReduceState, PerWorkerState)
 AxisName = str | tuple[str, ...]

@@ -7,7 +7,8 @@ from jax.typing import ArrayLike
 
 from ._flatten import Layout
 from ._sparse_vector import SparseVector
-from ._transform import SparseAllReduce, SparseAllReduceState, synchronise
+from ._synchronise import SparseAllReduceState, synchronise
+from ._transform import SparseAllReduce
 
 
 def sync(

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from ._comm import AxisComm
 from ._ledger import Cost, collective_cost, in_turn
 from ._sparse_vector import SparseVector
-from ._transform import Config, SparseAllReduce
+from ._synchronise import Config
+from ._transform import SparseAllReduce
 from ._two_levels import sends as sends_inside
 
 __all__ = ["ALGORITHMS", "DENSE", "Load", "Node", "Prediction", "choose", "exact", "expected_union", "link", "predict"]

@@ -32,6 +32,7 @@ LAYERS = [
     {"jsparse.select"},
     {"jsparse.allreduce"},
     {"jsparse._error_feedback", "jsparse._two_levels"},
+    {"jsparse._synchronise"},
     {"jsparse._transform", "jsparse._presets", "jsparse._per_worker", "jsparse._state", "jsparse._sync"},
     {"jsparse._train_step"},
     {"jsparse.cost"},
