@@ -1,15 +1,15 @@
 """Strict settings for every test: eight CPU devices, no silent rank promotion; long tests only on request."""
 
 import os
-import sys
 
 import jax
 import pytest
 
 # Most of the suite's time is compilation: cheap machine code will do, unless asked otherwise.
-CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if "--optimise" not in sys.argv:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}"
+CHEAP = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -17,6 +17,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_addoption(parser):
     parser.addoption("--optimise", action="store_true", help="let XLA optimise machine code, as it does by default")
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+
+
+def pytest_configure(config):
+    if not config.getoption("--optimise"):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}"
 
 
 def pytest_collection_modifyitems(config, items):
