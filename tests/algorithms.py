@@ -60,9 +60,9 @@ def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
 
 
 select = jsparse.select
-# Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4; and 1x7, 4x2.
-GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4}
-OTHER_GPUS = {7: 7, 8: 2}
+# Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
+GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
+OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
 ROWS = [
     Row("dense", lambda comm, density: jsparse.dense(comm), oracles.dense, sparse=False),
     Row("dense-bucketed", lambda comm, density: jsparse.dense(comm, bucket_bytes=1000), oracles.dense, (3, 8), False),

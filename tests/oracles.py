@@ -178,8 +178,8 @@ def oktopk(
     if step % tau_region == 0 and k < n:
         cuts = []
         for indices in local:
-            each = len(indices) // workers
-            own = [indices[rank * each] for rank in range(workers)] if each else starts
+            count = len(indices)
+            own = [indices[rank * count // workers] for rank in range(workers)] if count >= workers else starts
             cuts.append([0, *own[1:]])
         starts = np.array([sum(cut[rank] // workers for cut in cuts) for rank in range(workers)])
     ends = np.append(starts[1:], n)

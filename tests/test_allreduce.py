@@ -13,6 +13,7 @@ from jsparse._ledger import Metered
 from jsparse._sparse_vector import SparseVector
 from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather
 from jsparse.allreduce._gather import delta
+from jsparse.allreduce.oktopk import _space_repartition
 from jsparse.wire import Full
 
 AXIS = "workers"
@@ -147,3 +148,15 @@ def test_the_published_put_back_loses_mass_and_the_exact_one_none(topology: str,
         lost[put_back] = np.abs(given - kept - delivered).sum() / np.abs(delivered).sum()
     assert lost["exact"] == 0
     assert lost["paper"] > 0.01
+
+
+@pytest.mark.parametrize(("size", "count"), [(3, 11), (64, 530), (64, 127)])
+def test_oktopk_cuts_regions_of_equal_parts(size: int, count: int):
+    """Where k / P is no whole number too: no region has one element more than another."""
+    indices = size * np.sort(np.random.default_rng(0).choice(LENGTH, count, replace=False)).astype(np.int32)
+    x = SparseVector(jnp.ones(count), jnp.asarray(indices), size * LENGTH)
+    comm = jsparse.AxisComm(AXIS)
+    cut = jax.vmap(lambda _: _space_repartition(comm, x, jnp.zeros(size, jnp.int32)), axis_name=AXIS)
+    starts = np.asarray(cut(jnp.arange(size)))
+    parts = np.diff([*np.searchsorted(indices, starts[0]), count])
+    assert set(parts) <= {count // size, count // size + 1}

@@ -171,8 +171,10 @@ def _even_regions(n: int, size: int) -> jax.Array:
 
 def _space_repartition(comm: Comm, x: SparseVector, starts: jax.Array) -> jax.Array:
     """Cuts each worker's selected indices into P equal parts and averages the cuts over the workers (line 6)."""
-    count = x.count
-    cuts = x.indices[lax.iota(jnp.int32, comm.size) * (count // comm.size)].at[0].set(0)
+    count, parts = x.count, lax.iota(jnp.int32, comm.size)
+    # parts * count // P, without the overflow of the product.
+    ends = parts * (count // comm.size) + parts * (count % comm.size) // comm.size
+    cuts = x.indices[ends].at[0].set(0)
     cuts = jnp.where(count >= comm.size, cuts, starts)
     # A sum of quotients, not the quotient of a sum, which overflows from P * n = 2**31 on.
     return comm.psum(cuts // comm.size)
