@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jsparse
-from examples import data, train
+from examples import data, fill_in, train
 from jsparse import cli, cost
 
 DATA = os.environ.get("JSPARSE_DATA")
@@ -85,6 +85,31 @@ def test_wrong_options_of_the_demo(arguments, message: str, capsys):
     with pytest.raises(SystemExit):
         train.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_fill_in(tmp_path, capsys):
+    arguments = ["--workers", "4", "--density", "0.02", "0.01", "--steps", "3", "--batch", "4"]
+    fill_in.main([*arguments, "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")])
+    out = capsys.readouterr().out
+    runs = json.loads((tmp_path / "x.json").read_text())
+    assert (tmp_path / "x.png").exists()
+    assert [(run["workers"], run["density"]) for run in runs] == [(4, 0.02), (4, 0.01)]
+    for run in runs:
+        assert f"{100 * run['topk_dsa']:.2f} %" in out
+        assert run["density"] < run["topk_dsa"] < run["uniform"]
+        if run["density"] == 0.02:
+            assert run["oktopk"] == pytest.approx(0.02, rel=0.05)
+            assert 1 <= run["balanced"] < run["workers"]
+            assert 1 <= run["part"] < run["workers"]
+    with pytest.raises(SystemExit):
+        fill_in.main(["--density", "2", "--steps", "1"])
+    assert "density is 2.0" in capsys.readouterr().err
+
+
+def test_the_busiest_owner():
+    """Of regions 0-3 and 4-9 the first gets one element of worker 1, the second three of worker 0."""
+    sender, index = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 4, 5, 9, 3, 4])
+    assert fill_in.busiest(sender, index, np.array([0, 4])) == 3 / 2
 
 
 def write_mnist(directory: pathlib.Path, count: int = 3) -> None:
