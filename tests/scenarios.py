@@ -1,5 +1,6 @@
 """Gradients to run into: sequences of vectors of shape ``(P, N)``, integers stored in floats."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -95,7 +96,10 @@ ALL: dict[str, Scenario] = {
 }
 
 
+def stream(name: str, size: int, steps: int, seed: int = 0) -> Iterator[np.ndarray]:
+    for gradient in itertools.islice(ALL[name](size, np.random.default_rng(seed)), steps):
+        yield gradient.astype(np.float32)
+
+
 def take(name: str, size: int, steps: int, seed: int = 0) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    sequence = ALL[name](size, rng)
-    return [next(sequence).astype(np.float32) for _ in range(steps)]
+    return list(stream(name, size, steps, seed))
