@@ -160,3 +160,8 @@ def test_oktopk_cuts_regions_of_equal_parts(size: int, count: int):
     starts = np.asarray(cut(jnp.arange(size)))
     parts = np.diff([*np.searchsorted(indices, starts[0]), count])
     assert set(parts) <= {count // size, count // size + 1}
+
+
+def test_topk_dsa_is_ssar_split_allgather_by_another_name():
+    """So that what holds for the one, with any number of workers, holds for the other."""
+    assert jsparse.topk_dsa(AXIS, density=0.05).config == jsparse.ssar_split_allgather(AXIS, density=0.05).config
