@@ -33,6 +33,11 @@ ARGUMENTS = [
     (lambda: jsparse.torus("a", None), "mesh axis name"),
     (lambda: jsparse.cost.exact(jsparse.torus("a", "b"), {}, 8), "size is 8"),
     (lambda: jsparse.parameter_server(AXIS, staleness=-1), "staleness is -1"),
+    (lambda: jsparse.gtopk(AXIS, density=0.1, topology="ring"), "topology is 'ring'"),
+    (lambda: jsparse.gtopk(AXIS, density=0.1, put_back="all"), "put_back is 'all'"),
+    (lambda: jsparse.gtopk(AXIS, density=2.0), "density is 2.0"),
+    (lambda: jsparse.dsar_split_allgather(AXIS, density=0.1, group=0), "group is 0"),
+    (lambda: allreduce.SsarSplitAllGather(operator="mean"), "operator is 'mean'"),
     (lambda: select.TopK(2.0), "density is 2.0"),
     (lambda: select.SampledThreshold(0.0), "density is 0.0"),
     (lambda: select.ReusedThreshold(0.1, 0), "tau_threshold is 0"),
@@ -41,6 +46,12 @@ ARGUMENTS = [
     (lambda: allreduce.OkTopk(0.0), "density is 0.0"),
     (lambda: jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce.OkTopk(0.1)), "select"),
     (lambda: jsparse.sparse_allreduce(AXIS, select=select.TopK(0.1), allreduce=allreduce.Dense()), "select"),
+    (
+        lambda: jsparse.sparse_allreduce(
+            AXIS, select=select.TopK(0.1), allreduce=allreduce.SsarRecursiveDoubling(operator="max")
+        ),
+        "gradients are averaged",
+    ),
 ]
 
 
@@ -52,6 +63,12 @@ def test_arguments(make, message: str):
 
 def over_workers(fn, size: int = 2):
     return jax.vmap(fn, axis_name=AXIS)(jnp.arange(size))
+
+
+def test_groups_that_do_not_divide_the_workers():
+    tx = jsparse.dsar_split_allgather(AXIS, density=0.5, group=4)
+    with pytest.raises(ValueError, match=r"group is 4 with 6 workers; .* choose of 1, 2, 3, 6"):
+        over_workers(lambda _: tx.update(transports.zeros(), tx.init(transports.zeros())), 6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn])

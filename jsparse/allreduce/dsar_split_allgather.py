@@ -60,16 +60,11 @@ class DsarSplitAllGather:
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
     ) -> tuple[jax.Array, SparseVector, tuple[()]]:
-        size, members = comm.size, self.group
-        if size % members:
-            divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
-            raise ValueError(
-                f"group is {members} with {size} workers; it must divide their number: choose of {divisors}"
-            )
+        size, members, groups = comm.size, self.group, self._groups(comm.size)
         if members == 1:
             mine = split_and_reduce(comm, x, self.operator, wire).to_dense(self.operator)
             return comm.all_gather(mine).reshape(-1)[: x.n], x, state
-        groups, piece = size // members, -(-x.n // size)
+        piece = -(-x.n // size)
         mine = _reduce_in_group(comm, x, members, groups * piece, self.operator, wire)
         # Owners of the same region stand ``members`` ranks apart: each reduces a piece of it.
         pieces = _exchange(comm, list(mine.reshape(groups, piece)), members)
@@ -80,7 +75,7 @@ class DsarSplitAllGather:
         return everyone.swapaxes(0, 1).reshape(-1)[: x.n], x, state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        members, groups = self.group, size // self.group
+        members, groups = self.group, self._groups(size)
         piece = -(-n // size) * jnp.dtype(dtype).itemsize
         gather = collective_cost("all_gather", piece, size)
         if members == 1:
@@ -91,6 +86,14 @@ class DsarSplitAllGather:
 
         reduce = collective_cost("ppermute", piece, size) * (groups - 1)
         return in_turn(with_length_sends(-(-k // members), k, size, split), reduce, gather)
+
+    def _groups(self, size: int) -> int:
+        if size % self.group:
+            divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+            raise ValueError(
+                f"group is {self.group} with {size} workers; it must divide their number: choose of {divisors}"
+            )
+        return size // self.group
 
 
 def _reduce_in_group(
