@@ -71,9 +71,10 @@ def _reduce(comm: Comm, x: jax.Array) -> jax.Array:
     return total
 
 
-def _distribute(comm: Comm, x: jax.Array) -> jax.Array:
+def _distribute(comm: Comm, total: jax.Array) -> jax.Array:
     """The root's vector, on all workers."""
+    x = total
     for worker in range(1, comm.size):
         pair = [(0, worker)]
-        x = jnp.where(receives(comm, pair), comm.ppermute(x, pair), x)
+        x = jnp.where(receives(comm, pair), comm.ppermute(total, pair), x)
     return x
