@@ -20,7 +20,6 @@ from transports import N
 
 STEPS = 6
 CASES = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS for size in row.sizes]
-# XLA needs more than five minutes for a parameter server's 510 exchanges, one after the other.
 AT_SCALE = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS for size in (64, 256)]
 SPARSE = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS if row.sparse for size in row.sizes]
 
