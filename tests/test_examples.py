@@ -212,7 +212,8 @@ def test_plan(tmp_path, capsys):
     assert results["dense"]["times_faster_than_dense"] == 1
     assert results["topk_allgather"]["communication_ms"]["expected"] == pytest.approx(57.98, rel=1e-3)
     assert results["topk_allgather"]["sends_bytes"] == [6_200_000 + 16] * 2
-    assert results["gtopk_tree"]["sends_bytes"] is None
+    assert results["gtopk_tree"]["sends_bytes"] == [2_000_000 + 16] * 2
+    assert all(result["sends_bytes"] for result in results.values())
     assert figures["cheapest"] == "gtopk"
     assert "Sparse wins: a step with gtopk is 16.6" in out
     assert "--selection-time" in out
@@ -225,7 +226,11 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
     assert "Dense wins: no sparse algorithm is predicted to be faster than" in out
     assert "hitopk" in out
     cli.main([*PLAN, *arguments, "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["dense_wins"]
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["dense_wins"]
+    sends = {result["name"]: result["sends_bytes"] for result in figures["algorithms"]}
+    assert [name for name, sent in sends.items() if not sent] == ["dense_hierarchical"]
+    assert sends["torus"] == sends["dense"]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         prediction = cost.predict(name, args.parameters, k, args.workers, alpha, beta, node=node)
         cases = {case: getattr(prediction, case) for case in ("best", "expected", "worst")}
         step = args.step_time + 1e3 * prediction.expected.seconds
-        sends = exact(name, args.parameters, args.density, args.workers)
+        sends = exact(name, args.parameters, args.density, args.workers, node.gpus)
         results.append(
             {
                 "name": name,
@@ -128,13 +128,22 @@ def names(gpus: int) -> list[str]:
     return [name for name in cost.ALGORITHMS if gpus > 1 or name not in TWO_LEVELS]
 
 
-def exact(name: str, n: int, density: float, size: int) -> tuple[Cost, Cost] | None:
-    """What the preset of that name sends; None without one over a single axis."""
+def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[Cost, Cost] | None:
+    """What the preset of that name sends; None where there is none."""
+    options: dict[str, Any] = {}
+    if name == "gtopk_tree":
+        name, options = "gtopk", {"topology": "tree"}
     preset = getattr(_presets, name, None)
-    if preset is None or "comm" not in (parameters := inspect.signature(preset).parameters):
+    if preset is None:
         return None
-    arguments = {"density": density} if "density" in parameters else {}
-    return cost.exact(preset("workers", **arguments), jax.ShapeDtypeStruct((n,), jnp.float32), size)
+    parameters = inspect.signature(preset).parameters
+    if "density" in parameters:
+        options["density"] = density
+    params = jax.ShapeDtypeStruct((n,), jnp.float32)
+    if "intra" in parameters:
+        gpus = min(gpus, workers)
+        return cost.exact(preset("nodes", "gpus", **options), params, (workers // gpus, gpus))
+    return cost.exact(preset("workers", **options), params, workers)
 
 
 def show(figures: dict[str, Any]) -> None:
