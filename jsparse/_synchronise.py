@@ -197,7 +197,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         x = acc = accumulate(layout, before.residual, parts, keep, comm.size)
         chosen = before.select
         if how.select is not None:
-            x, chosen = how.select(acc, chosen, step)
+            x, chosen = how.select(acc, chosen, step, comm.rank())
             overflowed += chosen.selected[0] - x.count
             x = x.where(keep)
         total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)

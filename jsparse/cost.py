@@ -239,7 +239,7 @@ def _begin(how: Config, n: int, size: int, dtype: DTypeLike) -> tuple[jax.Array,
     residual = acc if how.error_feedback else None
     if how.select is None:
         return acc, (residual, reduce)
-    chosen, state = how.select(acc, how.select.init(n, dtype), jnp.int32(0))
+    chosen, state = how.select(acc, how.select.init(n, dtype), jnp.int32(0), jnp.int32(0))
     return chosen.values, (residual, state, reduce)
 
 

@@ -26,7 +26,7 @@ SELECTORS = [
 
 def run(select, gradients, delivered_share: float):
     """Selects with error feedback; of what is selected only a share is delivered, as in Ok-Topk."""
-    step = jax.jit(lambda acc, state, t: select(acc, state, jnp.int32(t)))
+    step = jax.jit(lambda acc, state, t: select(acc, state, jnp.int32(t), jnp.int32(0)))
     state, residual = select.init(N, jnp.float32), np.zeros(N, np.float32)
     rng = np.random.default_rng(0)
     for t, gradient in enumerate(gradients):
@@ -77,7 +77,7 @@ def test_gaussian_selects_at_least_three_quarters_of_k(name: str):
         "huge": rng.standard_normal(N) * 1e30,
     }[name].astype(np.float32)
     select = GaussianThreshold(DENSITY)
-    _, state = select(jnp.asarray(acc), select.init(N, jnp.float32), jnp.int32(0))
+    _, state = select(jnp.asarray(acc), select.init(N, jnp.float32), jnp.int32(0), jnp.int32(0))
     assert state.selected[0] >= 0.75 * K
     if name == "gaussian":
         assert abs(int(state.selected[0]) / K - 1) < 0.2
@@ -106,7 +106,7 @@ def test_degenerate_vectors(select, name: str):
     acc = {"zeros": np.zeros(N), "constant": np.full(N, 3.0), "few": np.eye(1, N, 7)[0] * 5}[name].astype(np.float32)
     state = select.init(N, jnp.float32)
     for step in range(3):
-        x, state = select(jnp.asarray(acc), state, jnp.int32(step))
+        x, state = select(jnp.asarray(acc), state, jnp.int32(step), jnp.int32(0))
         assert x.count == {"zeros": 0, "constant": K, "few": 1}[name]
         assert np.isfinite(state.threshold[0])
 

@@ -116,7 +116,7 @@ def forms(n: int, k: int, density: float) -> list[Form]:
         def run(x, threshold):
             # As in the middle of a run: with the threshold of the step before.
             state = select.init(n, x.dtype)._replace(threshold=threshold[None])
-            chosen, state = select(x, state, jnp.int32(1))
+            chosen, state = select(x, state, jnp.int32(1), jnp.int32(0))
             return chosen.indices, state.selected[0]
 
         return run

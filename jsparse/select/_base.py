@@ -20,13 +20,14 @@ class Selector(Protocol):
         """The state for vectors of length ``n``: a NamedTuple of arrays, each with one axis."""
         ...
 
-    def __call__(self, acc: jax.Array, state: Any, step: jax.Array) -> tuple[SparseVector, Any]:
+    def __call__(self, acc: jax.Array, state: Any, step: jax.Array, rank: jax.Array) -> tuple[SparseVector, Any]:
         """Selects.
 
         Args:
           acc: the vector, shape ``(n,)``, float32 or float64.
           state: from ``init`` or from the step before.
           step: int32 scalar, alike on all workers.
+          rank: int32 scalar, this worker's number, for what is random and differs between workers.
 
         Returns:
           The selected elements, as one run, and the new state.

@@ -35,7 +35,9 @@ class FixedThreshold:
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
         return initial_state(dtype)
 
-    def __call__(self, acc: jax.Array, state: SelectorState, step: jax.Array) -> tuple[SparseVector, SelectorState]:
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
         return take_above(acc, jnp.asarray(self.threshold, acc.dtype), self.density, step)
 
 

@@ -45,7 +45,9 @@ class GaussianThreshold:
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
         return initial_state(dtype)
 
-    def __call__(self, acc: jax.Array, state: SelectorState, step: jax.Array) -> tuple[SparseVector, SelectorState]:
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
         k = elements_kept(self.density, acc.shape[0])
         quantile = statistics.NormalDist().inv_cdf(1 - self.density / 2)
         mean, largest = jnp.mean(acc), jnp.max(jnp.abs(acc))

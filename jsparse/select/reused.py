@@ -62,7 +62,7 @@ class ReusedThreshold:
         return ReusedThresholdState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32), jnp.full(1, 2.0, dtype))
 
     def __call__(
-        self, acc: jax.Array, state: ReusedThresholdState, step: jax.Array
+        self, acc: jax.Array, state: ReusedThresholdState, step: jax.Array, rank: jax.Array
     ) -> tuple[SparseVector, ReusedThresholdState]:
         k = elements_kept(self.density, acc.shape[0])
         due = step % self.tau_threshold == 0

@@ -32,6 +32,8 @@ class SampledThreshold:
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
         return initial_state(dtype)
 
-    def __call__(self, acc: jax.Array, state: SelectorState, step: jax.Array) -> tuple[SparseVector, SelectorState]:
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
         threshold = estimate_kth_magnitude(acc, elements_kept(self.density, acc.shape[0]))
         return take_above(acc, threshold, self.density, step)

@@ -20,7 +20,7 @@ class TopK:
     Attributes:
       density: k / n, above 0 and at most 1.
 
-    >>> x, _ = TopK(0.5)(jnp.array([3.0, -1.0, 0.5, -4.0]), TopK(0.5).init(4, jnp.float32), jnp.int32(0))
+    >>> x, _ = TopK(0.5)(jnp.array([3.0, -1.0, 0.5, -4.0]), TopK(0.5).init(4, jnp.float32), jnp.int32(0), jnp.int32(0))
     >>> x.values, x.indices
     (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32))
     """
@@ -33,7 +33,9 @@ class TopK:
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
         return initial_state(dtype)
 
-    def __call__(self, acc: jax.Array, state: SelectorState, step: jax.Array) -> tuple[SparseVector, SelectorState]:
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
         n = acc.shape[0]
         values, indices, count = select_top_k(acc, elements_kept(self.density, n))
         smallest = jnp.min(jnp.where(indices < n, jnp.abs(values), jnp.inf))
