@@ -1,6 +1,6 @@
 """jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
 
-from . import allreduce, cost, select, wire
+from . import allreduce, cost, quantize, select, wire
 from ._comm import AxisComm, Comm
 from ._per_worker import PerWorkerState, per_worker
 from ._presets import (
@@ -11,6 +11,8 @@ from ._presets import (
     hitopk,
     oktopk,
     parameter_server,
+    qsgd,
+    quantized,
     ssar_recursive_doubling,
     ssar_split_allgather,
     topk_allgather,
@@ -49,6 +51,9 @@ __all__ = [
     "oktopk",
     "parameter_server",
     "per_worker",
+    "qsgd",
+    "quantize",
+    "quantized",
     "residual",
     "select",
     "sparse_allreduce",

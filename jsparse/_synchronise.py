@@ -104,6 +104,12 @@ class Config:
             raise ValueError(f"{self.allreduce} sums dense vectors and selects nothing; pass select=None")
         if getattr(self.allreduce, "operator", "sum") != "sum":
             raise ValueError(f"{self.allreduce} does not sum; gradients are averaged: leave operator at its default")
+        for quantizer in (getattr(self.allreduce, "quantize", None), getattr(self.wire, "values", None)):
+            if self.error_feedback and quantizer is not None and quantizer.unbiased:
+                raise ValueError(
+                    f"{quantizer} with error feedback makes the residual grow without bound: shrink what it decodes "
+                    "with contract=True, or, where dense vectors are summed, pass error_feedback=False"
+                )
         if self.scope not in ("global", "leaf"):
             raise ValueError(f'scope is {self.scope!r}; choose "global" or "leaf"')
         if self.dense_below < 0:
@@ -200,7 +206,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
             x, chosen = how.select(acc, chosen, step, comm.rank())
             overflowed += chosen.selected[0] - x.count
             x = x.where(keep)
-        total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire)
+        total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire.at(step))
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
         if intra:
             total = gather(intra, total, bucket.layout.n)

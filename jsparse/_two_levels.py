@@ -29,7 +29,7 @@ def gather(intra: Comm, total: SparseVector | jax.Array, n: int) -> SparseVector
     if not isinstance(total, SparseVector):
         return intra.all_gather(total).reshape(-1)[:n]
     part, wire = total.merge(), Full()
-    parts = wire.decode(intra.all_gather(wire.encode(part)), part.n, part.values.dtype)
+    parts = wire.decode(intra.all_gather(wire.encode(part)), part.capacity, part.n, part.values.dtype)
     begins = part.n * lax.iota(jnp.int32, intra.size)[:, None]
     indices = jnp.where(parts.indices < part.n, begins + parts.indices, n)
     return SparseVector(parts.values, indices, n).concatenate(min(indices.size, n))
@@ -47,6 +47,6 @@ def sends(total: SparseVector | jax.Array, n: int, size: int) -> Cost:
     width = -(-n // size)
     gathered = values.size * values.dtype.itemsize
     if isinstance(total, SparseVector):
-        gathered = 4 * Full().words(values.size if values.ndim == 1 else min(values.size, width), values.dtype)
+        gathered = 4 * Full().words(values.size if values.ndim == 1 else min(values.size, width), width, values.dtype)
     scattered = width * size * values.dtype.itemsize
     return collective_cost("psum_scatter", scattered, size) + collective_cost("all_gather", gathered, size)

@@ -22,6 +22,7 @@ class Row:
       sparse: whether it selects, so that it has a residual.
       bound: words that a worker may send in a step: a function of n, k and P; None without such a bound.
       oracle_args: further arguments of the oracle.
+      exact: whether whole numbers stay whole, so that sums of them can be compared exactly.
       gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
     """
 
@@ -33,6 +34,7 @@ class Row:
     bound: Callable[[int, int, int], float] | None = None
     oracle_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gpus: Mapping[int, int] | None = None
+    exact: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -59,7 +61,20 @@ def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
     return lambda comm, density: jsparse.oktopk(comm, density=density, select=make(density))
 
 
-select = jsparse.select
+def oktopk_compact_bound(n: int, k: int, size: int) -> float:
+    return 3 * k * (size - 1) / size + 16 * size + 512
+
+
+def wired(preset: Callable[..., jsparse.SparseAllReduce], values: Any, **kwargs: Any):
+    """A preset on the compact wire, with these values."""
+    return lambda axis, density: preset(
+        *([axis] if isinstance(axis, str) else axis), density=density, wire=jsparse.wire.Compact(values), **kwargs
+    )
+
+
+select, quantize = jsparse.select, jsparse.quantize
+# Values that stay whole numbers; and others, which depend on what else is in the message.
+BF16, LEVELS = quantize.BFloat16(), quantize.QSGD(7, 64, "max", contract=True)
 # Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
@@ -163,6 +178,44 @@ ROWS = [
         oracles.topk_allgather,
         (2, 8),
     ),
+    Row("quantized-bf16", lambda comm, density: jsparse.quantized(comm, quantize=BF16), sizes=(1, 3, 8), sparse=False),
+    Row(
+        "quantized-sign",
+        lambda comm, density: jsparse.quantized(comm, quantize=quantize.Sign()),
+        sizes=(3,),
+        sparse=False,
+        exact=False,
+    ),
+    Row(
+        "qsgd",
+        lambda comm, density: jsparse.qsgd(comm, error_feedback=True),
+        sizes=(3, 8),
+        sparse=False,
+        exact=False,
+    ),
+    Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
+    Row("topk_allgather-codebook", wired(jsparse.topk_allgather, quantize.Codebook(2)), sizes=(3,), exact=False),
+    Row("oktopk-bf16", wired(jsparse.oktopk, BF16), sizes=(2, 3, 8), bound=oktopk_compact_bound),
+    Row("oktopk-levels", wired(jsparse.oktopk, LEVELS), sizes=(8,), exact=False),
+    Row("gtopk-bf16", wired(jsparse.gtopk, BF16), sizes=(5, 8)),
+    Row("gtopk-levels", wired(jsparse.gtopk, LEVELS), sizes=(3,), exact=False),
+    Row("gtopk-tree-levels", wired(jsparse.gtopk, LEVELS, topology="tree"), sizes=(5,), exact=False),
+    Row("ssar_recursive_doubling-bf16", wired(jsparse.ssar_recursive_doubling, BF16), sizes=(5, 8)),
+    Row("ssar_recursive_doubling-levels", wired(jsparse.ssar_recursive_doubling, LEVELS), sizes=(3,), exact=False),
+    Row("ssar_split_allgather-bf16", wired(jsparse.ssar_split_allgather, BF16), sizes=(8,)),
+    Row("ssar_split_allgather-levels", wired(jsparse.ssar_split_allgather, LEVELS), sizes=(3, 8), exact=False),
+    Row(
+        "dsar_split_allgather-quantized",
+        lambda comm, density: jsparse.sparse_allreduce(
+            comm,
+            select=select.TopK(density),
+            allreduce=jsparse.allreduce.DsarSplitAllGather(group=2, quantize=quantize.Block8()),
+            wire=jsparse.wire.Compact(BF16),
+        ),
+        sizes=(8,),
+        exact=False,
+    ),
+    Row("hitopk-bf16", wired(jsparse.hitopk, BF16), sizes=(4,), gpus=GPUS),
     Row("oktopk-leaf", oktopk(scope="leaf", dense_below=10), sizes=(3,)),
     Row(
         "general",

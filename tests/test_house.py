@@ -28,6 +28,7 @@ LAYERS = [
     {"jsparse._comm"},
     {"jsparse._ledger"},
     {"jsparse._traffic"},
+    {"jsparse.quantize"},
     {"jsparse.wire"},
     {"jsparse.select"},
     {"jsparse.allreduce"},

@@ -6,6 +6,7 @@ from .dsar_split_allgather import DsarSplitAllGather
 from .gtopk import GTopk
 from .oktopk import OkTopk, OkTopkState
 from .parameter_server import ParameterServer, ParameterServerState
+from .quantized import Quantized
 from .ssar_recursive_doubling import SsarRecursiveDoubling
 from .ssar_split_allgather import SsarSplitAllGather
 from .topk_allgather import TopkAllGather
@@ -19,6 +20,7 @@ __all__ = [
     "OkTopkState",
     "ParameterServer",
     "ParameterServerState",
+    "Quantized",
     "SsarRecursiveDoubling",
     "SsarSplitAllGather",
     "TopkAllGather",

@@ -4,6 +4,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from kernels_pallas import bitmap
 
 from .._comm import Comm
 from .._ledger import Cost, collective_cost, in_turn, one_of
+from .._random import key_of
 from .._sparse_vector import SparseVector
-from ..wire import Wire
+from ..quantize import Quantizer
+from ..wire import Wire, as_read, moving
 
 # Lengths that a message may have, in units of an equal share: the smallest that fits is sent.
 PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
@@ -50,18 +53,39 @@ def fitting(count: jax.Array, lengths: Sequence[int]) -> jax.Array:
     return jnp.sum(count > jnp.array(lengths), dtype=jnp.int32)
 
 
-def delta(n: int, dtype: DTypeLike, wire: Wire) -> int:
+def delta(n: int, dtype: DTypeLike, wire: Wire, among: int | None = None) -> int:
     """δ, the most elements that take no more words than ``n`` values: ``n * isize / (c + isize)`` at full width.
 
-    Renggli, SparCML thesis, section 3.3.2, with values of ``isize`` and indices of ``c`` bytes.
+    Renggli, SparCML thesis, section 3.3.2, with values of ``isize`` and indices of ``c`` bytes; indices below
+    ``among``, ``n`` if it is not given.
     """
+    among = among or n
     words = n * jnp.dtype(dtype).itemsize // 4
-    return max(1, bisect.bisect_right(range(n + 1), words, key=lambda length: wire.words(length, dtype)) - 1)
+    return max(1, bisect.bisect_right(range(n + 1), words, key=lambda length: wire.words(length, among, dtype)) - 1)
+
+
+def gather_dense(comm: Comm, mine: jax.Array, quantize: Quantizer, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gathers each worker's vector of ``m`` values everywhere, quantized.
+
+    Returns:
+      Shape ``(P, m)``, alike on all workers; and what others read of this worker's.
+    """
+    if quantize.lossless:
+        return comm.all_gather(mine), mine
+    m, dtype = mine.shape[0], mine.dtype
+    message = quantize.encode(mine, quantizer_key(quantize, step, comm.rank()))
+    everyone = jax.vmap(lambda row: quantize.decode(row, m, dtype))(comm.all_gather(message))
+    return everyone, quantize.decode(message, m, dtype)
+
+
+def quantizer_key(quantize: Quantizer, *numbers: jax.Array) -> jax.Array:
+    """The key from which a quantizer draws: of its seed, where it has one, and these numbers."""
+    return key_of(getattr(quantize, "seed", 0), *numbers)
 
 
 def gather_parts(
     comm: Comm, mine: SparseVector, parts: jax.Array, share: int, *, balance_above: float, step: jax.Array, wire: Wire
-) -> SparseVector:
+) -> tuple[SparseVector, SparseVector | None]:
     """Gathers each worker's elements everywhere; balances them first where one has many more than its share.
 
     Ok-Topk's ``balance_and_allgatherv`` (section 3.1.2). What does not fit is left out, a different part of it each
@@ -77,39 +101,63 @@ def gather_parts(
       wire: the layout of the messages.
 
     Returns:
-      Everyone's elements as one run, alike on all workers.
+      ``(total, rounding)``: everyone's elements as one run, alike on all workers, and what this worker added to some
+      of them by rounding, None where the wire is lossless.
     """
     lengths = _part_lengths(balance_above, share, mine.capacity)
-    capacity = min(comm.size * lengths[-1], mine.n)
+    capacity, widest = min(comm.size * lengths[-1], mine.n), max(*lengths, share)
     count = mine.count
+    mine, rounded = round_once(wire, mine)
 
-    def gather(part: SparseVector) -> SparseVector:
-        return wire.decode(comm.all_gather(wire.encode(part)), mine.n, mine.values.dtype)
+    def gather(part: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+        message = wire.encode(part)
+        everyone = wire.decode(comm.all_gather(message), part.capacity, part.n, part.values.dtype)
+        return everyone, rounding(comm, wire, part, as_read(wire, part, message), widest)
 
-    def direct(length: int) -> SparseVector:
-        part = mine.window(jnp.int32(0), count, length, bitmap.turn(step, length))
-        return gather(part).concatenate(capacity)
+    def direct(length: int) -> tuple[SparseVector, SparseVector | None]:
+        everyone, change = gather(mine.window(jnp.int32(0), count, length, bitmap.turn(step, length)))
+        return everyone.concatenate(capacity), change
 
-    def balanced() -> SparseVector:
-        return gather(_balance(comm, mine, comm.all_gather(count), share, step, wire)).join(capacity)
+    def balanced() -> tuple[SparseVector, SparseVector | None]:
+        everyone, change = gather(_balance(comm, mine, comm.all_gather(count), share, step, moving(wire)))
+        return everyone.join(capacity), change
 
-    branches: list[Callable[[], SparseVector]] = [functools.partial(direct, length) for length in lengths]
+    branches: list[Callable[[], Any]] = [functools.partial(direct, length) for length in lengths]
     if lengths[-1] < mine.capacity:
         branches.append(balanced)
     index = jnp.minimum(fitting(jnp.max(parts), lengths), len(branches) - 1)
-    return comm.switch(index, branches, replicated=True)
+    total, change = comm.switch(index, branches, replicated=True)
+    return total, change if rounded is None else rounded
+
+
+def round_once(wire: Wire, x: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+    """Rounds a run before it goes anywhere, where it is not rounded again on its way; and says what that changed."""
+    if wire.lossless or not wire.elementwise:
+        return x, None
+    read = as_read(wire, x, wire.encode(x))
+    return read, difference(read, x)
+
+
+def rounding(comm: Comm, wire: Wire, x: SparseVector, read: SparseVector, capacity: int) -> SparseVector | None:
+    """What a message changed of a run, in ``capacity`` places, where :func:`round_once` left it as it was."""
+    return None if wire.elementwise else comm.varying(difference(read, x).resize(capacity))
+
+
+def difference(a: SparseVector, b: SparseVector) -> SparseVector:
+    """``a - b``, of two runs with the same indices."""
+    return SparseVector(a.values - b.values, a.indices, a.n)
 
 
 def gather_parts_sends(
-    capacity: int, share: int, size: int, *, balance_above: float, dtype: DTypeLike, wire: Wire
+    n: int, capacity: int, share: int, size: int, *, balance_above: float, dtype: DTypeLike, wire: Wire
 ) -> tuple[Cost, Cost]:
-    """What a worker whose elements have room for ``capacity`` sends in :func:`gather_parts`, at least and at most."""
+    """What a worker whose elements have room for ``capacity``, of ``n``, sends in :func:`gather_parts`: least, most."""
 
     def gather(length: int) -> Cost:
-        return collective_cost("all_gather", 4 * wire.words(length, dtype), size)
+        return collective_cost("all_gather", 4 * wire.words(length, n, dtype), size)
 
     def exchange(length: int) -> Cost:
-        return collective_cost("all_to_all", 4 * size * wire.words(length, dtype), size)
+        return collective_cost("all_to_all", 4 * size * moving(wire).words(length, n, dtype), size)
 
     lengths = _part_lengths(balance_above, share, capacity)
     branches: list[Cost | tuple[Cost, Cost]] = [gather(length) for length in lengths]
@@ -145,7 +193,7 @@ def exchange_surplus(
     """What others have above their share and this worker below it: a run from each, in messages of ``length``."""
     first, amount = moves(counts, share)
     outgoing = mine.window(first[comm.rank()], amount[comm.rank()], length)
-    return wire.decode(comm.all_to_all(wire.encode(outgoing)), mine.n, mine.values.dtype)
+    return wire.decode(comm.all_to_all(wire.encode(outgoing)), length, mine.n, mine.values.dtype)
 
 
 def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Array]:

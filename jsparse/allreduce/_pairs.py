@@ -1,6 +1,6 @@
 """Exchanges between pairs of workers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._comm import Comm
 from .._sparse_vector import SparseVector
-from ..wire import Wire
+from ..wire import Full, Wire, as_read
 
 T = TypeVar("T")
 Message = TypeVar("Message", SparseVector, jax.Array)
@@ -35,14 +35,24 @@ def butterfly(size: int) -> tuple[Pairs, Sequence[Pairs], Pairs]:
 
 def receives(comm: Comm, pairs: Pairs) -> jax.Array:
     """Whether this worker is the second of a pair: bool scalar."""
-    targets = {target for _, target in pairs}
-    return jnp.array([rank in targets for rank in range(comm.size)])[comm.rank()]
+    return among(comm, (target for _, target in pairs))
 
 
-def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Wire) -> SparseVector:
-    """What the first of a pair sends to this worker, as its second; nothing, if it is none."""
-    arrived = wire.decode(comm.ppermute(wire.encode(x), pairs), x.n, x.values.dtype)
-    return arrived if len(pairs) == comm.size else arrived.where(receives(comm, pairs))
+def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Wire) -> tuple[SparseVector, SparseVector]:
+    """Sends ``x`` from the first of each pair to the second.
+
+    Returns:
+      What others read of ``x``, and what arrived here: nothing, on a worker that is no second.
+    """
+    message = wire.encode(x)
+    arrived = wire.decode(comm.ppermute(message, pairs), x.capacity, x.n, x.values.dtype)
+    return as_read(wire, x, message), arrived if len(pairs) == comm.size else arrived.where(receives(comm, pairs))
+
+
+def among(comm: Comm, ranks: Iterable[int]) -> jax.Array:
+    """Whether this worker's is one of these ranks: bool scalar."""
+    chosen = set(ranks)
+    return jnp.array([rank in chosen for rank in range(comm.size)])[comm.rank()]
 
 
 def choose(first: jax.Array, a: T, b: T) -> T:
@@ -59,7 +69,8 @@ def replicate(comm: Comm, x: Message, wire: Wire) -> Message:
     if not comm.typed:
         return x
     if isinstance(x, SparseVector):
-        return wire.decode(replicate(comm, wire.encode(x), wire), x.n, x.values.dtype)
+        exact = wire if wire.lossless else Full()
+        return exact.decode(replicate(comm, exact.encode(x), exact), x.capacity, x.n, x.values.dtype)
     part = -(-x.shape[0] // comm.size)
     parts = jnp.pad(x, (0, part * comm.size - x.shape[0])).reshape(comm.size, part)
     return comm.all_gather(parts[comm.rank()]).reshape(-1)[: x.shape[0]]

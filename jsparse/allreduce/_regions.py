@@ -2,23 +2,26 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from .._comm import Comm
 from .._ledger import Cost, collective_cost, in_turn, one_of
 from .._operator import Operator
 from .._sparse_vector import SparseVector
-from ..wire import Wire
-from ._gather import delta, exchange_surplus, fitting, halvings, lengths_between, moves
+from ..wire import Wire, as_read, moving
+from ._gather import delta, exchange_surplus, fitting, halvings, lengths_between, moves, round_once, rounding
 
+T = TypeVar("T")
 # The longest message that is told from longer ones: two of them add up to less than an int32 holds.
 MOST = 2**30 - 1
 
 
-def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire) -> SparseVector:
+def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire) -> tuple[SparseVector, SparseVector]:
     """Sends each region's elements to its owner, who combines what arrives, in the order of ranks.
 
     All messages have the length of the longest, rounded up by at most √2: one ``pmax`` agrees on it.
@@ -30,30 +33,43 @@ def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire
       wire: the layout of the messages.
 
     Returns:
-      This worker's region, of ``ceil(n / P)`` elements, as one run in the region's own indices.
+      What others read of ``x``; and this worker's region, of ``ceil(n / P)`` elements, as one run in the region's own
+      indices.
     """
     size, k = comm.size, x.capacity
     block = -(-x.n // size)
     capacity = min(size * k, block)
     first, counts = regions(x, size, block)
 
-    def exchange(length: int) -> SparseVector:
-        received = comm.all_to_all(wire.encode(x.window(first, counts, length)))
-        return merge_region(wire.decode(received, x.n, x.values.dtype), comm.rank(), block, operator).resize(capacity)
+    def exchange(length: int) -> tuple[SparseVector, SparseVector]:
+        rows = x.window(first, counts, length)
+        messages = wire.encode(rows)
+        received = wire.decode(comm.all_to_all(messages), length, x.n, x.values.dtype)
+        mine = merge_region(received, comm.rank(), block, operator).resize(capacity)
+        return in_place(x, first, as_read(wire, rows, messages)) if not wire.lossless else x, mine
 
     return with_length(comm, jnp.max(counts), -(-k // size), k, exchange)
 
 
-def split_and_reduce_sends(k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
+def in_place(x: SparseVector, first: jax.Array, rows: SparseVector) -> SparseVector:
+    """A run with the values that its stretches, which begin at the places ``first``, have in rows of their own."""
+    place = lax.iota(jnp.int32, x.capacity)
+    row = jnp.searchsorted(first, place, side="right") - 1
+    values = rows.values.at[row, place - first[row]].get(mode="fill", fill_value=0)
+    return SparseVector(jnp.where(x.indices < x.n, values, 0), x.indices, x.n)
+
+
+def split_and_reduce_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
     """What a worker sends in :func:`split_and_reduce` at least and at most."""
     return with_length_sends(
-        -(-k // size), k, size, lambda length: collective_cost("all_to_all", 4 * size * wire.words(length, dtype), size)
+        -(-k // size),
+        k,
+        size,
+        lambda length: collective_cost("all_to_all", 4 * size * wire.words(length, n, dtype), size),
     )
 
 
-def with_length(
-    comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], SparseVector]
-) -> SparseVector:
+def with_length(comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], T]) -> T:
     """Sends messages of the least length, of a static few, that holds what the worker with the most has."""
     lengths = lengths_between(least, most)
     if len(lengths) == 1:
@@ -84,7 +100,7 @@ def merge_region(arrived: SparseVector, region: jax.Array, block: int, operator:
 
 def gather_regions(
     comm: Comm, mine: SparseVector, n: int, k: int, operator: Operator, *, step: jax.Array, wire: Wire
-) -> SparseVector | jax.Array:
+) -> tuple[SparseVector | jax.Array, SparseVector | None]:
     """Gathers all regions, in the fewest bytes: sparse as they are, or balanced first, or dense.
 
     From δ elements on (the thesis's, section 3.3.2: ``n`` values take as many bytes as δ pairs of index and value) a
@@ -100,20 +116,23 @@ def gather_regions(
       wire: the layout of sparse messages.
 
     Returns:
-      The whole vector, alike on all workers: one run where ``P k`` elements are fewer than δ, else dense.
+      ``(total, rounding)``: the whole vector, alike on all workers: one run where ``P k`` elements are fewer than δ,
+      else dense; and what this worker added to it by rounding, None where the wire is lossless.
     """
     size, block, dtype = comm.size, mine.n, mine.values.dtype
     capacity = min(size * k, n)
     counts = comm.all_gather(mine.count)
     used = mine.indices < block
     part = SparseVector(mine.values, jnp.where(used, mine.indices + comm.rank() * block, n), n)
+    part, rounded = round_once(wire, part)
+    mine = SparseVector(part.values, mine.indices, block)
 
-    def words(length: int) -> int:
-        return min(wire.words(length, dtype), MOST)
+    def words(wire: Wire, length: int) -> int:
+        return min(wire.words(length, n, dtype), MOST)
 
     # The words of a message, in each form; every form sends P - 1 of them.
     lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
-    table = jnp.array([*map(words, lengths), MOST])
+    table = jnp.array([*(words(wire, length) for length in lengths), MOST])
     direct = fitting(jnp.max(counts), lengths)
     cost, length = table[direct], direct
     most = min(block * dtype.itemsize // 4, MOST) if fills else MOST
@@ -121,29 +140,36 @@ def gather_regions(
         share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
         even = fitting(share, lengths)
         way = fitting(jnp.max(moves(counts, share)[1]), amounts)
-        together = table[even] + jnp.array([*map(words, amounts), MOST])[way]
+        together = table[even] + jnp.array([*(words(moving(wire), amount) for amount in amounts), MOST])[way]
         balance = (together < cost) & (together <= most)
         cost, length = jnp.where(balance, together, cost), jnp.where(balance, even, direct)
 
         def balanced(amount: int) -> SparseVector:
             own = part.window(jnp.int32(0), jnp.minimum(part.count, share), part.capacity)
-            return own.followed_by(exchange_surplus(comm, part, counts, share, amount, wire)).join(part.capacity)
+            return own.followed_by(exchange_surplus(comm, part, counts, share, amount, moving(wire))).join(
+                part.capacity
+            )
 
         ways = [lambda: part, *(functools.partial(balanced, amount) for amount in amounts)]
         part = comm.switch(jnp.where(balance, way + 1, 0), ways)
 
-    def sparse(length: int) -> SparseVector | jax.Array:
-        everyone = wire.decode(comm.all_gather(wire.encode(part.resize(length))), n, dtype)
-        return everyone.to_dense(operator) if fills else everyone.join(capacity)
+    def sparse(length: int) -> tuple[SparseVector | jax.Array, SparseVector | None]:
+        sent = part.resize(length)
+        message = wire.encode(sent)
+        everyone = wire.decode(comm.all_gather(message), length, n, dtype)
+        change = rounding(comm, wire, sent, as_read(wire, sent, message), part.capacity)
+        return everyone.to_dense(operator) if fills else everyone.join(capacity), change
 
-    def dense() -> jax.Array:
-        return comm.all_gather(mine.to_dense(operator)).reshape(-1)[:n]
+    def dense() -> tuple[jax.Array, SparseVector | None]:
+        total = comm.all_gather(mine.to_dense(operator)).reshape(-1)[:n]
+        return total, rounding(comm, wire, part, part, part.capacity)
 
-    forms: list[Callable[[], SparseVector | jax.Array]] = [functools.partial(sparse, length) for length in lengths]
+    forms: list[Callable[[], Any]] = [functools.partial(sparse, length) for length in lengths]
     if fills:
         forms.append(dense)
         length = jnp.where(cost <= most, length, len(lengths))
-    return comm.switch(length, forms, replicated=True)
+    total, change = comm.switch(length, forms, replicated=True)
+    return total, change if rounded is None else rounded
 
 
 def gather_regions_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
@@ -151,11 +177,14 @@ def gather_regions_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: W
     block = -(-n // size)
     lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
 
-    def rows(length: int) -> int:
-        return 4 * wire.words(length, dtype)
+    def rows(wire: Wire, length: int) -> int:
+        return 4 * wire.words(length, n, dtype)
 
-    balancing = [Cost(), *(collective_cost("all_to_all", size * rows(amount), size) for amount in amounts)]
-    forms = [collective_cost("all_gather", rows(length), size) for length in lengths]
+    balancing = [
+        Cost(),
+        *(collective_cost("all_to_all", size * rows(moving(wire), amount), size) for amount in amounts),
+    ]
+    forms = [collective_cost("all_gather", rows(wire, length), size) for length in lengths]
     if fills:
         forms.append(collective_cost("all_gather", block * jnp.dtype(dtype).itemsize, size))
     return in_turn(collective_cost("all_gather", 4, size), one_of(*balancing), one_of(*forms))
@@ -170,6 +199,6 @@ def _region_lengths(n: int, k: int, size: int, dtype: DTypeLike, wire: Wire) -> 
     block = -(-n // size)
     fills = min(size * k, n) > delta(n, dtype, wire)
     whole = min(size * k, block)
-    most = min(whole, 2 * k, delta(block, dtype, wire) if fills else whole)
+    most = min(whole, 2 * k, delta(block, dtype, wire, n) if fills else whole)
     lengths = lengths_between(min(-(-k // size), most), most)
     return lengths, halvings(k, down_to=lengths[0] // 4) if lengths != [whole] else [], fills

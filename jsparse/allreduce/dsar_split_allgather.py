@@ -5,14 +5,18 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from .._comm import Comm
 from .._ledger import Cost, collective_cost, in_turn
 from .._operator import COMBINE, Operator, check_operator
 from .._sparse_vector import SparseVector
-from ..wire import Wire
+from ..quantize import Exact, Quantizer
+from ..wire import Wire, as_read
+from ._gather import gather_dense
 from ._regions import (
+    in_place,
     merge_region,
     regions,
     split_and_reduce,
@@ -34,6 +38,7 @@ class DsarSplitAllGather:
         group split the indices among themselves and become dense; owners of the same region in different groups then
         reduce it by a dense reduce-scatter. With 1 there are no groups: all workers split at once.
       operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
+      quantize: how the dense regions are laid out when they are gathered; ``Exact()`` as they are.
 
     **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P - 1 + 3 log P`` messages; in groups of G
     ``2k (G-1)/G + n (P/G - 1)/P + n (P-1)/P`` words and ``G + P/G - 2 + 3 log P`` messages. The first term is for
@@ -41,13 +46,15 @@ class DsarSplitAllGather:
     ``2k (G-1)``.
 
     References:
-      Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR", Figures 3.12 and 3.13.
+      Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR", Figures 3.12 and 3.13;
+      Renggli et al., SparCML, SC 2019 (the dense regions quantized).
     """
 
     sparse: ClassVar[bool] = True
 
     group: int = 1
     operator: Operator = "sum"
+    quantize: Quantizer = Exact()
 
     def __post_init__(self):
         check_operator(self.operator)
@@ -62,27 +69,34 @@ class DsarSplitAllGather:
     ) -> tuple[jax.Array, SparseVector, tuple[()]]:
         size, members, groups = comm.size, self.group, self._groups(comm.size)
         if members == 1:
-            mine = split_and_reduce(comm, x, self.operator, wire).to_dense(self.operator)
-            return comm.all_gather(mine).reshape(-1)[: x.n], x, state
-        piece = -(-x.n // size)
-        mine = _reduce_in_group(comm, x, members, groups * piece, self.operator, wire)
-        # Owners of the same region stand ``members`` ranks apart: each reduces a piece of it.
-        pieces = _exchange(comm, list(mine.reshape(groups, piece)), members)
-        reduced = pieces[0]
-        for other in pieces[1:]:
-            reduced = COMBINE[self.operator](reduced, other)
-        everyone = comm.all_gather(reduced).reshape(groups, members, piece)
-        return everyone.swapaxes(0, 1).reshape(-1)[: x.n], x, state
+            x, mine = split_and_reduce(comm, x, self.operator, wire)
+            reduced = mine.to_dense(self.operator)
+        else:
+            x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), self.operator, wire)
+            # Owners of the same region stand ``members`` ranks apart: each reduces a piece of it.
+            pieces = _exchange(comm, list(region.reshape(groups, -1)), members)
+            reduced = pieces[0]
+            for other in pieces[1:]:
+                reduced = COMBINE[self.operator](reduced, other)
+        everyone, read = gather_dense(comm, reduced, self.quantize, step)
+        if members > 1:
+            everyone = everyone.reshape(groups, members, -1).swapaxes(0, 1)
+        if self.quantize.lossless:
+            return everyone.reshape(-1)[: x.n], x, state
+        place = comm.rank() if members == 1 else comm.rank() % members * groups + comm.rank() // members
+        indices = place * reduced.size + lax.iota(jnp.int32, reduced.size)
+        rounding = SparseVector(read - reduced, jnp.minimum(indices, x.n), x.n)
+        return everyone.reshape(-1)[: x.n], x.followed_by(rounding), state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
         members, groups = self.group, self._groups(size)
         piece = -(-n // size) * jnp.dtype(dtype).itemsize
-        gather = collective_cost("all_gather", piece, size)
+        gather = collective_cost("all_gather", 4 * self.quantize.words(-(-n // size), dtype), size)
         if members == 1:
-            return in_turn(split_and_reduce_sends(k, size, dtype=dtype, wire=wire), gather)
+            return in_turn(split_and_reduce_sends(n, k, size, dtype=dtype, wire=wire), gather)
 
         def split(length: int) -> Cost:
-            return collective_cost("ppermute", 4 * wire.words(length, dtype), size) * (members - 1)
+            return collective_cost("ppermute", 4 * wire.words(length, n, dtype), size) * (members - 1)
 
         reduce = collective_cost("ppermute", piece, size) * (groups - 1)
         return in_turn(with_length_sends(-(-k // members), k, size, split), reduce, gather)
@@ -98,18 +112,20 @@ class DsarSplitAllGather:
 
 def _reduce_in_group(
     comm: Comm, x: SparseVector, members: int, block: int, operator: Operator, wire: Wire
-) -> jax.Array:
-    """This worker's region of its group's vectors, dense: shape ``(block,)``."""
+) -> tuple[SparseVector, jax.Array]:
+    """What others read of ``x``; and this worker's region of its group's vectors, dense: shape ``(block,)``."""
     first, counts = regions(x, members, block)
     capacity = min(members * x.capacity, block)
 
-    def exchange(length: int) -> SparseVector:
-        messages = wire.encode(x.window(first, counts, length))
-        arrived = wire.decode(jnp.stack(_exchange(comm, list(messages), 1)), x.n, x.values.dtype)
-        return merge_region(arrived, comm.rank() % members, block, operator).resize(capacity)
+    def exchange(length: int) -> tuple[SparseVector, SparseVector]:
+        rows = x.window(first, counts, length)
+        messages = wire.encode(rows)
+        arrived = wire.decode(jnp.stack(_exchange(comm, list(messages), 1)), length, x.n, x.values.dtype)
+        mine = merge_region(arrived, comm.rank() % members, block, operator).resize(capacity)
+        return x if wire.lossless else in_place(x, first, as_read(wire, rows, messages)), mine
 
-    least = -(-x.capacity // members)
-    return with_length(comm, jnp.max(counts), least, x.capacity, exchange).to_dense(operator)
+    read, mine = with_length(comm, jnp.max(counts), -(-x.capacity // members), x.capacity, exchange)
+    return read, mine.to_dense(operator)
 
 
 def _exchange(comm: Comm, rows: list[jax.Array], stride: int) -> list[jax.Array]:

@@ -19,8 +19,9 @@ from kernels_pallas import bitmap, select_top_k
 from .._comm import Comm
 from .._ledger import Cost, collective_cost, in_turn
 from .._sparse_vector import SparseVector
-from ..wire import Wire
-from ._pairs import butterfly, choose, deliver, receives, replicate
+from ..wire import Wire, as_read
+from ._gather import difference
+from ._pairs import Pairs, among, butterfly, choose, deliver, receives, replicate
 
 TOPOLOGIES = ("butterfly", "tree", "allgather")
 
@@ -72,15 +73,16 @@ class GTopk:
             case "tree":
                 total, delivered = _tree(comm, x, wire)
             case _:
-                everyone = wire.decode(comm.all_gather(wire.encode(x)), x.n, x.values.dtype)
+                message = wire.encode(x)
+                everyone = wire.decode(comm.all_gather(message), x.capacity, x.n, x.values.dtype)
                 total = _largest(everyone.merge(), x.capacity)
-                delivered = _within(x, total)
+                delivered = _within(as_read(wire, x, message), total)
         if self.put_back == "paper":
             delivered = _within(x, total)
         return total, delivered, state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        row = 4 * wire.words(k, dtype)
+        row = 4 * wire.words(k, n, dtype)
         message = collective_cost("ppermute", row, size)
         match self.topology:
             case "butterfly":
@@ -94,50 +96,89 @@ class GTopk:
 
 
 def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, SparseVector]:
-    """Every worker merges in every round; its elements are delivered if their indices survive all of its merges."""
-    into, rounds, out = butterfly(comm.size)
-    total, followed = x, x.indices[None]
-    survived = followed < x.n
+    """Every worker merges in every round; its elements are delivered if their indices survive all of its merges.
 
-    def meet(other: SparseVector) -> tuple[SparseVector, jax.Array]:
-        merged = _largest(total.beside(other).merge(), x.capacity)
-        return merged, survived & bitmap.contains(merged.union(), followed)
+    All that hold the same sum round it alike when they send it; the first of them has that among its elements.
+    """
+    into, rounds, out = butterfly(comm.size)
+    total, guest = x, None
+    mine, survived = [x], [x.indices < x.n]
+
+    def exchange(pairs: Pairs, holders: int) -> SparseVector:
+        """Sends the total, and goes on with what others read of it; ``holders`` have the same one."""
+        nonlocal total
+        read, arrived = deliver(comm, total, pairs, wire)
+        if not wire.lossless:
+            first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
+            mine.append(difference(read, total).where(first))
+            survived.append(mine[-1].indices < x.n)
+            total = choose(among(comm, (sender for sender, _ in pairs)), read, total)
+        return arrived
+
+    def meet(other: SparseVector) -> None:
+        nonlocal total, survived
+        total = _largest(total.beside(other).merge(), x.capacity)
+        union = total.union()
+        survived = [alive & bitmap.contains(union, part.indices) for alive, part in zip(survived, mine, strict=True)]
 
     if into:
-        guest = deliver(comm, x, into, wire)
-        followed = jnp.stack([x.indices, guest.indices])
-        survived = followed < x.n
-        total, survived = meet(guest)
-    for perm in rounds:
-        total, survived = meet(deliver(comm, total, perm, wire))
-    own = survived[0]
-    if out:
+        guest = exchange(into, 1)
+        mine.append(guest)
+        survived.append(guest.indices < x.n)
+        meet(guest)
+    for t, pairs in enumerate(rounds):
+        meet(exchange(pairs, 1 << t))
+    if guest is not None:
         # The guest gets the result, and a bit for each of its elements.
-        fate = lax.bitcast_convert_type(bitmap.pack(survived[1]), jnp.int32)
-        message = comm.ppermute(jnp.concatenate([wire.encode(total), fate]), out)
+        place = next(i for i, part in enumerate(mine) if part is guest)
+        alive = survived.pop(place)
+        mine.pop(place)
+        fate = lax.bitcast_convert_type(bitmap.pack(alive), jnp.int32)
+        message = wire.encode(total)
+        if not wire.lossless:
+            read = as_read(wire, total, message)
+            mine.append(difference(read, total).where(among(comm, [0])))
+            survived.append(mine[-1].indices < x.n)
+            total = read
+        arrived = comm.ppermute(jnp.concatenate([message, fate]), out)
         is_guest = receives(comm, out)
-        result, fate = jnp.split(message, [message.size - fate.size])
-        total = choose(is_guest, wire.decode(result, x.n, x.values.dtype), total)
+        result, fate = jnp.split(arrived, [message.size])
+        total = choose(is_guest, wire.decode(result, x.capacity, x.n, x.values.dtype), total)
         bits = lax.bitcast_convert_type(fate, jnp.uint32)
-        own = jnp.where(is_guest, bitmap.contains(bits, lax.iota(jnp.int32, x.capacity)), own)
-    return replicate(comm, total, wire), x.where(own)
+        kept = bitmap.contains(bits, lax.iota(jnp.int32, x.capacity))
+        survived = [jnp.where(is_guest, kept, alive) for alive in survived]
+    return replicate(comm, total, wire), _joined(
+        [part.where(alive) for part, alive in zip(mine, survived, strict=True)]
+    )
 
 
 def _tree(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, SparseVector]:
-    """Algorithm 3. Who receives keeps what it cuts: it has delivered that much less."""
+    """Algorithm 3. Who rounds or cuts a sum keeps what that takes away: it has delivered that much less."""
     size = comm.size
     distances = [1 << t for t in range((size - 1).bit_length())]
     total, parts = x, [x]
     for distance in distances:
         pairs = [(rank, rank - distance) for rank in range(distance, size, 2 * distance)]
-        whole = total.beside(deliver(comm, total, pairs, wire)).merge()
+        read, arrived = deliver(comm, total, pairs, wire)
+        if not wire.lossless:
+            parts.append(difference(read, total).where(among(comm, (sender for sender, _ in pairs))))
+        whole = total.beside(arrived).merge()
         total = _largest(whole, x.capacity)
         cut = whole.where(~bitmap.contains(total.union(), whole.indices))
         parts.append(SparseVector(-cut.values, cut.indices, x.n))
+    # The root's message goes on as it is.
+    message = wire.encode(total)
+    if not wire.lossless:
+        parts.append(difference(as_read(wire, total, message), total).where(among(comm, [0])))
     for distance in reversed(distances):
         pairs = [(rank - distance, rank) for rank in range(distance, size, 2 * distance)]
-        total = choose(receives(comm, pairs), deliver(comm, total, pairs, wire), total)
-    return replicate(comm, total, wire), jax.tree.map(lambda *buffers: jnp.concatenate(buffers), *parts)
+        message = choose(receives(comm, pairs), comm.ppermute(message, pairs), message)
+    total = wire.decode(message, x.capacity, x.n, x.values.dtype)
+    return replicate(comm, total, wire), _joined(parts)
+
+
+def _joined(parts: list[SparseVector]) -> SparseVector:
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *buffers: jnp.concatenate(buffers), *parts)
 
 
 def _largest(x: SparseVector, k: int) -> SparseVector:

@@ -39,7 +39,7 @@ from .._comm import Comm
 from .._density import check_density, check_steps, elements_kept
 from .._ledger import Cost, collective_cost, in_turn, one_of
 from .._sparse_vector import SparseVector
-from ..wire import Wire
+from ..wire import Wire, as_read
 from ._gather import gather_parts, gather_parts_sends
 from ._threshold import global_threshold, global_threshold_sends
 
@@ -132,7 +132,7 @@ class OkTopk:
         # Line 13.
         values, places, part = select_above(reduced.values, threshold, reduced.capacity)
         indices = reduced.indices.at[places].get(mode="fill", fill_value=x.n)
-        total = gather_parts(
+        total, rounding = gather_parts(
             comm,
             SparseVector(values, indices, x.n),
             parts,
@@ -142,14 +142,15 @@ class OkTopk:
             wire=wire,
         )
         # Line 14.
-        delivered = sent.where(bitmap.contains(total.union(), sent.indices))
         overflowed = x.count - jnp.sum(sent.count, dtype=jnp.int32)
+        delivered = sent if rounding is None else sent.followed_by(rounding)
+        delivered = delivered.where(bitmap.contains(total.union(), delivered.indices))
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
         k = elements_kept(self.density, n)  # Its own: what was selected beyond the room of a region stays behind.
         share = -(-k // size)
-        row = 4 * wire.words(share, dtype)
+        row = 4 * wire.words(share, n, dtype)
         if self.split == "rotate":
             split = collective_cost("ppermute", row, size) * (size - 1)
         else:
@@ -160,7 +161,7 @@ class OkTopk:
         else:
             boundaries, threshold = Cost(), collective_cost("all_gather", 4, size)
         gather = gather_parts_sends(
-            min(size * share, n), share, size, balance_above=self.balance_above, dtype=dtype, wire=wire
+            n, min(size * share, n), share, size, balance_above=self.balance_above, dtype=dtype, wire=wire
         )
         return in_turn(boundaries, split, threshold, gather)
 
@@ -186,13 +187,14 @@ def _split_and_reduce(
     """Sends each region's elements to its owner, and sums what arrives (line 8).
 
     Returns:
-      What this worker sent, a run for each region, and the sum over its own region, one run.
+      What others read of this worker's, a run for each region, and the sum over its own region, one run.
     """
     edges = jnp.searchsorted(x.indices, jnp.append(starts, x.n)).astype(jnp.int32)
     sent = x.window(edges[:-1], edges[1:] - edges[:-1], share, bitmap.turn(step, share))
     messages = wire.encode(sent)
+    sent = as_read(wire, sent, messages)
     if not rotate:
-        return sent, wire.decode(comm.all_to_all(messages), x.n, x.values.dtype).merge()
+        return sent, wire.decode(comm.all_to_all(messages), share, x.n, x.values.dtype).merge()
 
     # In the s-th exchange worker i sends to i + s (the paper's destination rotation); what has arrived joins the union
     # while the next is under way.
@@ -202,7 +204,7 @@ def _split_and_reduce(
         message = messages[(rank + shift) % size]
         if shift:
             message = comm.ppermute(message, [(source, (source + shift) % size) for source in range(size)])
-        run = wire.decode(message, x.n, x.values.dtype)
+        run = wire.decode(message, share, x.n, x.values.dtype)
         union = run.union(union)
         arrived.append(run)
     by_rank = (rank - lax.iota(jnp.int32, size)) % size

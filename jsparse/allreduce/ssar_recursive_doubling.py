@@ -15,8 +15,8 @@ from .._ledger import Cost, collective_cost, in_turn, one_of
 from .._operator import COMBINE, Operator, check_operator, neutral
 from .._sparse_vector import SparseVector
 from ..wire import Wire
-from ._gather import delta, fitting, lengths_between
-from ._pairs import Pairs, butterfly, choose, deliver, receives, replicate
+from ._gather import delta, difference, fitting, lengths_between
+from ._pairs import Pairs, among, butterfly, choose, deliver, receives, replicate
 from ._regions import with_length, with_length_sends
 
 
@@ -68,33 +68,45 @@ class SsarRecursiveDoubling:
 
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
-    ) -> tuple[SparseVector | jax.Array, SparseVector, tuple[()]]:
+    ) -> tuple[SparseVector | jax.Array, SparseVector | jax.Array, tuple[()]]:
         into, rounds, out = butterfly(comm.size)
         k, total = x.capacity, self._settle(x, wire)
-        for pairs in [into, *rounds] if into else rounds:
-            if isinstance(total, SparseVector):
-                merged = total.beside(_send_sparse(comm, total, k, pairs, wire)).merge(operator=self.operator)
-                total = self._settle(merged, wire)
-            else:
-                other = self._send_filling(comm, total, k, pairs, wire)
+        rounded: list[SparseVector | jax.Array] = []
+
+        def exchange(pairs: Pairs, holders: int) -> SparseVector | Filling:
+            """Sends the total, and goes on with what others read of it; ``holders`` have the same one."""
+            nonlocal total
+            read, arrived = self._send(comm, total, k, pairs, wire)
+            if not wire.lossless:
+                first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
+                rounded.append(_change(read, total, first))
+                total = choose(among(comm, (sender for sender, _ in pairs)), read, total)
+            return arrived
+
+        for t, pairs in enumerate([into, *rounds] if into else rounds):
+            other = exchange(pairs, 1 << max(t - bool(into), 0))
+            if isinstance(total, SparseVector) and isinstance(other, SparseVector):
+                total = self._settle(total.beside(other).merge(operator=self.operator), wire)
+            elif isinstance(total, Filling) and isinstance(other, Filling):
                 union = total.union | other.union
                 count = jnp.where(other.count == x.n, x.n, bitmap.count(union))
                 total = Filling(COMBINE[self.operator](total.values, other.values), union, count)
-        if isinstance(total, SparseVector):
-            if out:
-                total = choose(receives(comm, out), _send_sparse(comm, total, k, out, wire), total)
-            return _replicate(comm, total, k, wire), x, state
-        values = total.values
         if out:
-            values = choose(receives(comm, out), self._send_filling(comm, total, k, out, wire).values, values)
-        return replicate(comm, values, wire), x, state
+            read, arrived = self._send(comm, total, k, out, wire)
+            if not wire.lossless:
+                rounded.append(_change(read, total, among(comm, [0])))
+            total = choose(receives(comm, out), arrived, read)
+        delivered = _sum(x, rounded) if rounded else x
+        if isinstance(total, SparseVector):
+            return _replicate(comm, total, k, wire), delivered, state
+        return replicate(comm, total.values, wire), delivered, state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
         into, rounds, out = butterfly(size)
         most, capacity, parts = delta(n, dtype, wire), k, []
 
         def message(length: int) -> Cost:
-            return collective_cost("ppermute", 4 * wire.words(length, dtype), size)
+            return collective_cost("ppermute", 4 * wire.words(length, n, dtype), size)
 
         def exchange() -> tuple[Cost, Cost]:
             if capacity <= most:
@@ -114,32 +126,57 @@ class SsarRecursiveDoubling:
             return x
         return Filling(x.to_dense(self.operator), x.union(), x.count)
 
-    def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Wire) -> Filling:
+    def _send(
+        self, comm: Comm, x: SparseVector | Filling, k: int, pairs: Pairs, wire: Wire
+    ) -> tuple[SparseVector | Filling, SparseVector | Filling]:
+        """What others read of ``x``, and what arrived here."""
+        if isinstance(x, Filling):
+            return self._send_filling(comm, x, k, pairs, wire)
+
+        def send(length: int) -> tuple[SparseVector, SparseVector]:
+            read, arrived = deliver(comm, x.resize(length), pairs, wire)
+            return x if wire.lossless else read.resize(x.capacity), arrived.resize(x.capacity)
+
+        return with_length(comm, x.count, k, x.capacity, send)
+
+    def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Wire) -> tuple[Filling, Filling]:
         """Exchanges vectors sparsely, or densely where a worker's has more than δ elements."""
         n, dtype = x.values.shape[0], x.values.dtype
         most = delta(n, dtype, wire)
 
-        def sparsely(length: int) -> Filling:
+        def sparsely(length: int) -> tuple[Filling, Filling]:
             indices, _ = bitmap.members(x.union, length, n)
             values = x.values.at[indices].get(mode="fill", fill_value=0)
-            arrived = deliver(comm, SparseVector(values, indices, n), pairs, wire)
-            return Filling(arrived.to_dense(self.operator), arrived.union(), arrived.count)
+            read, arrived = deliver(comm, SparseVector(values, indices, n), pairs, wire)
+            own = x
+            if not wire.lossless:
+                own = x._replace(values=x.values.at[indices].set(read.values, mode="drop"))
+            return own, Filling(arrived.to_dense(self.operator), arrived.union(), arrived.count)
 
-        def densely() -> Filling:
+        def densely() -> tuple[Filling, Filling]:
             arrived = comm.ppermute(x.values, pairs)
             arrived = jnp.where(receives(comm, pairs), arrived, neutral(self.operator, n, dtype))
-            return Filling(arrived, jnp.zeros_like(x.union), jnp.int32(n))
+            return x, Filling(arrived, jnp.zeros_like(x.union), jnp.int32(n))
 
         lengths = lengths_between(min(k, most), most)
         forms = [*(functools.partial(sparsely, length) for length in lengths), densely]
         return comm.switch(fitting(comm.pmax(x.count), lengths), forms)
 
 
-def _send_sparse(comm: Comm, x: SparseVector, k: int, pairs: Pairs, wire: Wire) -> SparseVector:
-    def send(length: int) -> SparseVector:
-        return deliver(comm, x.resize(length), pairs, wire).resize(x.capacity)
+def _change(read: SparseVector | Filling, x: SparseVector | Filling, keep: jax.Array) -> SparseVector | jax.Array:
+    """What rounding changed, where ``keep``; else nothing."""
+    if isinstance(read, SparseVector) and isinstance(x, SparseVector):
+        return difference(read, x).where(keep)
+    return jnp.where(keep, read.values - x.values, 0)
 
-    return with_length(comm, x.count, k, x.capacity, send)
+
+def _sum(x: SparseVector, others: list[SparseVector | jax.Array]) -> SparseVector | jax.Array:
+    """The sum of sparse vectors, their places one after another; dense where one of them is."""
+    sparse = functools.reduce(SparseVector.followed_by, [y for y in others if isinstance(y, SparseVector)], x)
+    dense = [y for y in others if not isinstance(y, SparseVector)]
+    if not dense:
+        return sparse
+    return sum(dense[1:], dense[0]).at[sparse.indices].add(sparse.values, mode="drop")
 
 
 def _replicate(comm: Comm, x: SparseVector, k: int, wire: Wire) -> SparseVector:

@@ -49,10 +49,10 @@ class SsarSplitAllGather:
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
     ) -> tuple[SparseVector | jax.Array, SparseVector, tuple[()]]:
-        mine = split_and_reduce(comm, x, self.operator, wire)
-        total = gather_regions(comm, mine, x.n, x.capacity, self.operator, step=step, wire=wire)
-        return total, x, state
+        x, mine = split_and_reduce(comm, x, self.operator, wire)
+        total, rounding = gather_regions(comm, mine, x.n, x.capacity, self.operator, step=step, wire=wire)
+        return total, x if rounding is None else x.followed_by(rounding), state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        split = split_and_reduce_sends(k, size, dtype=dtype, wire=wire)
+        split = split_and_reduce_sends(n, k, size, dtype=dtype, wire=wire)
         return in_turn(split, gather_regions_sends(n, k, size, dtype=dtype, wire=wire))

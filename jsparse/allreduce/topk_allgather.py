@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from .._comm import Comm
 from .._ledger import Cost, collective_cost, in_turn
 from .._sparse_vector import SparseVector
-from ..wire import Wire
+from ..wire import Wire, as_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,9 @@ class TopkAllGather:
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
     ) -> tuple[SparseVector, SparseVector, tuple[()]]:
-        everyone = comm.all_gather(wire.encode(x))
-        return wire.decode(everyone, x.n, x.values.dtype), x, state
+        message = wire.encode(x)
+        total = wire.decode(comm.all_gather(message), x.capacity, x.n, x.values.dtype)
+        return total, as_read(wire, x, message), state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        return in_turn(collective_cost("all_gather", 4 * wire.words(k, dtype), size))
+        return in_turn(collective_cost("all_gather", 4 * wire.words(k, n, dtype), size))

@@ -1,0 +1,20 @@
+"""Quantizers: values in fewer bits."""
+
+from ._base import Exact, Quantizer
+from .block import Block8
+from .cast import BFloat16, Float16
+from .codebook import Codebook
+from .qsgd import QSGD, TernGrad
+from .sign import Sign
+
+__all__ = [
+    "QSGD",
+    "BFloat16",
+    "Block8",
+    "Codebook",
+    "Exact",
+    "Float16",
+    "Quantizer",
+    "Sign",
+    "TernGrad",
+]

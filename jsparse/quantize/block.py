@@ -1,0 +1,45 @@
+"""Eight bits a value."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ._base import Quantizer, Scaled, check_bucket, in_buckets, largest, share
+
+LEVELS = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Block8(Quantizer):
+    """Rounds each value to the nearest 127th of the largest magnitude of its block: one byte a value.
+
+    Attributes:
+      bucket: values with one scale; None gives all of them one.
+
+    References:
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022, section 2.1 (with equal steps).
+    """
+
+    bucket: int | None = 256
+
+    def __post_init__(self):
+        check_bucket(self.bucket)
+
+    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        rows = in_buckets(values, self.bucket)
+        scale = largest(rows)
+        signed = jnp.sign(rows) * jnp.round(LEVELS * share(rows, scale))
+        return self._layout.encode(scale, jnp.where(jnp.isfinite(signed), signed, 0) + LEVELS, values.shape[0])
+
+    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        scale, digits = self._layout.decode(message, m, dtype)
+        return (scale * ((digits - LEVELS).astype(dtype) / LEVELS)).reshape(-1)[:m]
+
+    def words(self, m: int, dtype: DTypeLike) -> int:
+        return self._layout.words(m, dtype)
+
+    @property
+    def _layout(self) -> Scaled:
+        return Scaled(2 * LEVELS + 1, self.bucket)

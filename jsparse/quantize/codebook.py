@@ -1,0 +1,61 @@
+"""Two or four bits a value, with a codebook for each message."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ._base import Exact, Quantizer, pack, packed_words, unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebook(Quantizer):
+    """Each value becomes its sign and one of a few magnitudes, which the message holds: 2 with 2 bits, 8 with 4.
+
+    The magnitudes are the means of bins of equal ratio between the smallest and the largest of the message. It is for
+    the values of sparse vectors, none of which is zero: a zero becomes the mean of the lowest bin.
+
+    Attributes:
+      bits: 2 or 4 a value.
+
+    References:
+      Renggli et al., SparCML, SC 2019 (sparse vectors of low precision); Lloyd, Least Squares Quantization in PCM, 1982
+      (the mean of a bin is its best value).
+    """
+
+    bits: Literal[2, 4] = 4
+
+    def __post_init__(self):
+        if self.bits not in (2, 4):
+            raise ValueError(f"bits is {self.bits}; choose 2 or 4")
+
+    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        magnitudes = jnp.abs(values)
+        used = magnitudes > 0
+        logs = jnp.log(jnp.where(used, magnitudes, 1))
+        low = jnp.min(logs, where=used, initial=jnp.inf)
+        high = jnp.max(logs, where=used, initial=-jnp.inf)
+        part = (logs - low) / jnp.where(high > low, high - low, 1)
+        bins = jnp.clip(jnp.where(used, part, 0) * self._bins, 0, self._bins - 1).astype(jnp.int32)
+        # A sum over each bin by comparison: a scatter would add in no particular order on a GPU.
+        members = (bins[None] == jnp.arange(self._bins)[:, None]) & used[None]
+        top = jnp.max(magnitudes, initial=0)
+        sums = jnp.sum(jnp.where(members, (magnitudes / jnp.where(top > 0, top, 1))[None], 0), axis=1)
+        book = top * (sums / jnp.maximum(jnp.sum(members, axis=1), 1))
+        digits = 2 * bins + (values < 0)
+        return jnp.concatenate([Exact().encode(book.astype(values.dtype), key), pack(digits, 2 * self._bins)])
+
+    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        head = Exact().words(self._bins, dtype)
+        book = Exact().decode(message[:head], self._bins, dtype)
+        digits = unpack(message[head:], m, 2 * self._bins)
+        return jnp.where(digits % 2 > 0, -1, 1).astype(dtype) * book[digits // 2]
+
+    def words(self, m: int, dtype: DTypeLike) -> int:
+        return Exact().words(self._bins, dtype) + packed_words(m, 2 * self._bins)
+
+    @property
+    def _bins(self) -> int:
+        return 2 ** (self.bits - 1)

@@ -1,0 +1,55 @@
+"""Signs with a scale."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ._base import Quantizer, Scaled, check_bucket, in_buckets, largest, share
+
+
+@dataclasses.dataclass(frozen=True)
+class Sign(Quantizer):
+    """Each value becomes its sign times the mean magnitude of the bucket's values, zeros apart where they stay zeros.
+
+    Biased: it needs error feedback, which makes it converge.
+
+    Attributes:
+      bucket: values with one scale; None gives all of them one.
+      zeros: whether zero is a third sign, in 1.6 bits a value. Without it a value takes one bit, and zero counts as
+        positive: parameters whose gradient is always zero are then moved to and fro.
+
+    References:
+      Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, Algorithm 1
+      (EF-signSGD); Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014.
+    """
+
+    bucket: int | None = 512
+    zeros: bool = True
+
+    def __post_init__(self):
+        check_bucket(self.bucket)
+
+    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        rows, m = in_buckets(values, self.bucket), values.shape[0]
+        most = largest(rows)
+        members = rows != 0 if self.zeros else in_buckets(jnp.ones_like(values), self.bucket)
+        count = jnp.maximum(jnp.sum(members, axis=1, dtype=values.dtype), 1)
+        # Of shares, so that no sum overflows.
+        mean = most * (jnp.sum(share(rows, most), axis=1) / count)
+        scale = jnp.where(jnp.isfinite(most), mean, most)
+        digits = jnp.sign(rows) + 1 if self.zeros else rows >= 0
+        return self._layout.encode(scale, jnp.where(jnp.isfinite(rows), digits, 0), m)
+
+    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        scale, digits = self._layout.decode(message, m, dtype)
+        signs = digits - 1 if self.zeros else 2 * digits - 1
+        return (scale * signs.astype(dtype)).reshape(-1)[:m]
+
+    def words(self, m: int, dtype: DTypeLike) -> int:
+        return self._layout.words(m, dtype)
+
+    @property
+    def _layout(self) -> Scaled:
+        return Scaled(3 if self.zeros else 2, self.bucket)
