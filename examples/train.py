@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 import jsparse
 from examples import data, report
+from jsparse import quantize, wire
 
 ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
@@ -36,6 +37,16 @@ ALGORITHMS = {
     "hitopk": lambda density: jsparse.hitopk("nodes", "gpus", density=density),
     "gtopk": lambda density: jsparse.gtopk("workers", density=density),
     "oktopk": lambda density: jsparse.oktopk("workers", density=density),
+    "oktopk_compact": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact()),
+    "oktopk_bf16": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.BFloat16())),
+    "oktopk_4bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(4))),
+    "oktopk_2bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(2))),
+    "bfloat16": lambda density: jsparse.quantized("workers", quantize=quantize.BFloat16()),
+    "float16": lambda density: jsparse.quantized("workers", quantize=quantize.Float16()),
+    "block8": lambda density: jsparse.quantized("workers", quantize=quantize.Block8()),
+    "qsgd": lambda density: jsparse.qsgd("workers"),
+    "terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
+    "sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign()),
 }
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")

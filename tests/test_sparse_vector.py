@@ -27,10 +27,7 @@ def vector(runs, n: int) -> tuple[jsparse.SparseVector, np.ndarray]:
 
 @jax.jit
 def operations(x: jsparse.SparseVector):
-    merged = x.merge()
-    encoded = jsparse.wire.Full().encode(x)
-    decoded = jsparse.wire.Full().decode(encoded, x.n, x.values.dtype)
-    return {"dense": x.to_dense(), "merged": merged, "decoded": decoded, "count": x.count}
+    return {"dense": x.to_dense(), "merged": x.merge(), "count": x.count}
 
 
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
@@ -41,7 +38,6 @@ def test_runs_are_summed(n: int, data):
     got = operations(x)
     np.testing.assert_array_equal(got["dense"], dense)
     np.testing.assert_array_equal(got["count"], [len(run) for run in runs])
-    jax.tree.map(np.testing.assert_array_equal, got["decoded"], x)
     members = sorted(set().union(*runs))
     np.testing.assert_array_equal(got["merged"].indices, members + [n] * (got["merged"].capacity - len(members)))
     np.testing.assert_array_equal(got["merged"].values[: len(members)], dense[members])
@@ -68,18 +64,3 @@ def test_windows():
     # Of four, three: round a circle.
     for start, expected in [(1, [11, 12, 19]), (2, [8, 12, 19]), (3, [8, 11, 19]), (4, [8, 11, 12])]:
         np.testing.assert_array_equal(run.window(jnp.int32(2), jnp.int32(4), 3, start).indices, expected)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_wire_is_lossless(dtype):
-    with jax.enable_x64(dtype == np.float64):
-        values = jnp.array([[np.pi, -0.0, 1e-30], [np.inf, np.nan, 2.0]], dtype)
-        x = jsparse.SparseVector(values, jnp.array([[0, 2, 9], [1, 2, 3]], jnp.int32), 9)
-        message = jsparse.wire.Full().encode(x)
-        assert message.dtype == jnp.int32
-        assert message.shape == (2, 3 * (1 + values.dtype.itemsize // 4))
-        got = jsparse.wire.Full().decode(message, 9, dtype)
-        assert np.asarray(got.values).tobytes() == np.asarray(values).tobytes()
-        assert got.indices.dtype == jnp.int32
-        np.testing.assert_array_equal(got.indices, x.indices)
-        assert x.merge().indices.dtype == x.join(4).indices.dtype == jnp.int32

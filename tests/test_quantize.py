@@ -1,0 +1,219 @@
+"""Quantizers against numpy: what they decode, that they are right in expectation, and what becomes of the odd value."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jsparse
+from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float16, Sign, TernGrad
+
+M = 1003
+QUANTIZERS = [
+    Exact(),
+    QSGD(),
+    QSGD(1, 64),
+    QSGD(7, None, "max"),
+    QSGD(16, 512, contract=True),
+    TernGrad(),
+    Sign(),
+    Sign(64, zeros=False),
+    Block8(),
+    BFloat16(),
+    Float16(),
+    Codebook(2),
+    Codebook(4),
+]
+ZERO_STAYS = [q for q in QUANTIZERS if not isinstance(q, Codebook) and getattr(q, "zeros", True)]
+
+
+def vector(dtype=np.float32, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(3, M).astype(dtype)
+
+
+def coded(quantizer, values: np.ndarray, seed: int = 0) -> np.ndarray:
+    m, values = len(values), jnp.asarray(values)
+    message = quantizer.encode(values, jax.random.key(seed))
+    assert message.dtype == jnp.int32
+    assert message.shape == (quantizer.words(m, values.dtype),)
+    decoded = quantizer.decode(message, m, values.dtype)
+    assert decoded.shape == (m,)
+    assert decoded.dtype == values.dtype
+    return np.asarray(decoded)
+
+
+def in_buckets(values: np.ndarray, bucket: int | None):
+    return [values] if bucket is None else np.split(values, range(bucket, len(values), bucket))
+
+
+def levels_of(quantizer, values: np.ndarray) -> np.ndarray:
+    """In numpy: how many steps of its bucket's scale each value is from zero, not rounded."""
+    steps = []
+    for part in in_buckets(values.astype(np.float64), quantizer.bucket):
+        scale = np.abs(part).max() if getattr(quantizer, "scale", "max") == "max" else np.linalg.norm(part)
+        steps.append(part / scale)
+    return np.concatenate(steps)
+
+
+def scales_of(quantizer, values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64) / levels_of(quantizer, values)
+
+
+@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if isinstance(q, QSGD)], ids=str)
+def test_stochastic_levels(quantizer):
+    """Every value goes to one of the two levels next to it."""
+    values = vector()
+    got = coded(quantizer, values).astype(np.float64)
+    if quantizer.contract:
+        m = M if quantizer.bucket is None else quantizer.bucket
+        got *= 1 + min(m / quantizer.levels**2, math.sqrt(m) / quantizer.levels)
+    exact = quantizer.levels * levels_of(quantizer, values)
+    level = quantizer.levels * got / scales_of(quantizer, values)
+    np.testing.assert_allclose(level, np.round(level), atol=1e-4)
+    assert (np.abs(np.round(level) - exact) < 1 + 1e-4).all()
+    assert (np.abs(np.round(level)) <= quantizer.levels).all()
+
+
+@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if q.unbiased], ids=str)
+def test_unbiased(quantizer):
+    """The mean of 4,000 roundings is within 5 standard errors of each of 1,003 values: one in 1,700 would fail."""
+    values, draws = jnp.asarray(vector()), 4000
+    decode = jax.jit(jax.vmap(lambda key: quantizer.decode(quantizer.encode(values, key), M, jnp.float32)))
+    got = np.asarray(decode(jax.random.split(jax.random.key(3), draws)), np.float64)
+    error = np.abs(got.mean(0) - values)
+    step = np.abs(scales_of(quantizer, np.asarray(values))) / quantizer.levels
+    assert (error <= 5 * got.std(0) / math.sqrt(draws) + 1e-3 * step + 1e-6).all()
+    # And as spread as the Bernoulli variable of its two levels.
+    part = np.abs(quantizer.levels * levels_of(quantizer, np.asarray(values))) % 1
+    np.testing.assert_allclose(got.std(0), step * np.sqrt(part * (1 - part)), atol=0.05 * step.max())
+
+
+def test_deterministic_ones_in_numpy():
+    values = vector()
+    parts = in_buckets(values, 512)
+    expected = np.concatenate([np.sign(part) * np.abs(part).mean() for part in parts])
+    np.testing.assert_allclose(coded(Sign(), values), expected, rtol=1e-5)
+    parts = in_buckets(values, 256)
+    steps = np.concatenate([np.full(len(part), np.abs(part).max() / 127) for part in parts])
+    np.testing.assert_allclose(coded(Block8(), values), np.round(values / steps) * steps, atol=1e-4 * steps.max())
+    np.testing.assert_array_equal(coded(Float16(), values), values.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(
+        coded(BFloat16(), values), np.asarray(jnp.asarray(values).astype(jnp.bfloat16), np.float32)
+    )
+    np.testing.assert_array_equal(coded(Exact(), values), values)
+
+
+@pytest.mark.parametrize("bits, limit", [(2, 0.35), (4, 0.12)])
+def test_codebook(bits: int, limit: float):
+    """Signs stay; few magnitudes; their sum is that of the values; of top-k values little is lost."""
+    values = vector()
+    values = values[np.abs(values) > np.quantile(np.abs(values), 0.9)]
+    got = coded(Codebook(bits), values)
+    np.testing.assert_array_equal(np.sign(got), np.sign(values))
+    assert len(np.unique(np.abs(got))) <= 2 ** (bits - 1)
+    np.testing.assert_allclose(np.abs(got).sum(), np.abs(values).sum(), rtol=1e-5)
+    assert np.linalg.norm(got - values) < limit * np.linalg.norm(values)
+    one = np.full(5, -3.0, np.float32)
+    np.testing.assert_allclose(coded(Codebook(bits), one), one)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_contraction(quantizer, dtype):
+    """With error feedback the error must be smaller than the vector: on average over draws, where they are random."""
+    if quantizer.unbiased:
+        return
+    with jax.enable_x64(dtype == np.float64):
+        for scale in (1e-30, 1.0, 1e30):
+            values = vector(dtype) * dtype(scale)
+            error = np.mean([np.sum(((coded(quantizer, values, s) - values) / scale) ** 2) for s in range(8)])
+            if isinstance(quantizer, Float16) and scale != 1.0:
+                continue  # Out of its range.
+            assert error <= 0.97 * np.sum((values / scale) ** 2)
+
+
+@pytest.mark.parametrize("quantizer", ZERO_STAYS, ids=str)
+def test_zeros_stay_zeros(quantizer):
+    assert not coded(quantizer, np.zeros(M, np.float32)).any()
+    values = vector()
+    values[::7] = 0
+    assert not coded(quantizer, values)[::7].any()
+    tiny = np.full(M, 1e-42, np.float32)
+    assert (np.abs(coded(quantizer, tiny)) <= 1e-41).all()
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen(quantizer, bad: float):
+    values = vector()
+    values[700] = bad
+    assert not np.isfinite(coded(quantizer, values)[700])
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_large_values_stay_finite(quantizer):
+    largest = np.finfo(np.float32).max
+    values = np.tile(np.array([1.0, -1.0, 0.5], np.float32) * largest, 50)
+    got = coded(quantizer, values)
+    assert np.isfinite(got).all()
+    assert (np.sign(got) * np.sign(values) >= 0).all()
+
+
+def test_any_length():
+    for quantizer in QUANTIZERS:
+        for m in (1, 2, 3, 63, 64, 65):
+            assert np.isfinite(coded(quantizer, vector()[:m])).all()
+
+
+@pytest.mark.parametrize(
+    "quantizer, bits",
+    [(QSGD(4), 3.2), (TernGrad(), 1.6), (Sign(None, zeros=False), 1), (Sign(None), 1.6), (Block8(), 8)],
+)
+def test_bits(quantizer, bits: float):
+    m = 512_000
+    scales = 1 if quantizer.bucket is None else m // quantizer.bucket
+    assert quantizer.words(m, np.float32) == scales + m * bits / 32
+
+
+def residual_norms(quantizer, steps: int, error_feedback: bool = True) -> list[float]:
+    """Of one vector under error feedback, over its gradient's."""
+    residual, norms = np.zeros(M), []
+    code = jax.jit(lambda acc, key: quantizer.decode(quantizer.encode(acc, key), M, jnp.float32))
+    for step in range(steps):
+        gradient = vector(seed=step)
+        acc = jnp.asarray(residual + gradient, jnp.float32)
+        residual = np.asarray(acc - code(acc, jax.random.key(step)), np.float64)
+        norms.append(np.linalg.norm(residual) / np.linalg.norm(gradient))
+    return norms
+
+
+def test_error_feedback_needs_a_contraction():
+    """Unbiased rounding to few levels blows the residual up; divided by 1 + ω it does not, nor do the biased ones."""
+    assert residual_norms(QSGD(4, None), 40)[-1] > 1e3
+    for quantizer in (QSGD(4, None, contract=True), QSGD(4, contract=True), TernGrad(contract=True), Sign(), Block8()):
+        norms = residual_norms(quantizer, 200)
+        omega = 32 if getattr(quantizer, "contract", False) else 4
+        assert max(norms) < 2 * omega
+        assert np.mean(norms[150:]) < 1.2 * np.mean(norms[100:150])
+
+
+def test_unbiased_means_of_a_whole_step():
+    """QSGD without error feedback: over 400 steps the mean update is the mean gradient, within 5 standard errors."""
+    size, steps = 3, 400
+    gradients = np.stack([vector(seed=worker) for worker in range(size)])
+    for split in (False, True):
+        tx = jsparse.qsgd("workers", split=split)
+
+        def run(gradient, tx=tx):
+            def step(state, _):
+                update, state = tx.update(gradient, state)
+                return state, update
+
+            return jax.lax.scan(step, tx.init(gradient), None, length=steps)[1]
+
+        updates = np.asarray(jax.jit(jax.vmap(run, axis_name="workers"))(gradients), np.float64)[0]
+        error = np.abs(updates.mean(0) - gradients.mean(0))
+        assert (error <= 5 * updates.std(0) / math.sqrt(steps) + 1e-3).all()
+        assert updates.std(0).mean() > 0.05

@@ -1,0 +1,93 @@
+"""Wire formats: what is read is what was written, in the bytes that they say."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import jsparse
+from jsparse import quantize
+from jsparse.wire import Compact, Full
+
+LOSSLESS = [Full(), Compact()]
+WIRES = [*LOSSLESS, Compact(quantize.BFloat16()), Compact(quantize.Codebook(4)), Compact(quantize.QSGD(7, 64))]
+# Bytes of a value and an index, for float32, and of what else there is in a message of 1,000 of 300,000.
+SIZES = {0: (8.0, 0), 1: (6.0, 12), 2: (4.0, 12), 3: (2.5, 12 + 32), 4: (2.5, 12 + 64)}
+
+
+def run(indices, n: int, capacity: int, dtype=np.float32) -> jsparse.SparseVector:
+    values = np.zeros(capacity, dtype)
+    values[: len(indices)] = np.random.default_rng(len(indices)).standard_t(2, len(indices))
+    padded = np.full(capacity, n, np.int32)
+    padded[: len(indices)] = indices
+    return jsparse.SparseVector(jnp.asarray(values), jnp.asarray(padded), n)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("wire", LOSSLESS, ids=str)
+def test_lossless(wire, dtype):
+    with jax.enable_x64(dtype == np.float64):
+        values = jnp.array([[np.pi, -0.0, 1e-30, 3.0], [np.inf, np.nan, 2.0, 0.0]], dtype)
+        x = jsparse.SparseVector(values, jnp.array([[0, 2, 7, 8], [1, 2, 3, 9]], jnp.int32), 9)
+        message = wire.encode(x)
+        assert message.dtype == jnp.int32
+        assert message.shape == (2, wire.words(4, 9, dtype))
+        got = wire.decode(message, 4, 9, dtype)
+        assert np.asarray(got.values).tobytes() == np.asarray(values).tobytes()
+        assert got.indices.dtype == jnp.int32
+        np.testing.assert_array_equal(got.indices, x.indices)
+
+
+EDGES = st.sampled_from([0, 1, 65535, 65536, 65537, 131071, 131072, 199_999, 250_000])
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(st.sets(st.one_of(EDGES, st.integers(0, 299_999)), max_size=9), st.sampled_from(range(len(WIRES))))
+def test_indices_come_back(members, number: int):
+    """Empty blocks, full messages, both sides of a block's edge."""
+    wire, x = WIRES[number], run(sorted(members), 300_000, 9)
+    got = coded(number, x)
+    np.testing.assert_array_equal(got.indices, x.indices)
+    assert not np.asarray(got.values)[len(members) :].any()
+    if wire.lossless:
+        np.testing.assert_array_equal(got.values, x.values)
+
+
+@jax.jit
+def _coded(x):
+    return [wire.decode(wire.encode(x), x.capacity, x.n, x.values.dtype) for wire in WIRES]
+
+
+def coded(number: int, x: jsparse.SparseVector) -> jsparse.SparseVector:
+    return _coded(x)[number]
+
+
+def test_a_block_can_be_full():
+    """More elements in one block than 16 bits can count; and as many as they can."""
+    n = 200_000
+    for indices, capacity in [(np.arange(60_000, 140_000), 80_000), (np.arange(65_535), 65_535)]:
+        x = run(indices, n, capacity)
+        got = Compact().decode(Compact().encode(x), capacity, n, np.float32)
+        np.testing.assert_array_equal(got.indices, x.indices)
+        np.testing.assert_array_equal(got.values, x.values)
+
+
+@pytest.mark.parametrize("number", range(len(WIRES)))
+def test_bytes(number: int):
+    each, others = SIZES[number]
+    wire = WIRES[number]
+    assert 0 <= 4 * wire.words(1000, 300_000, np.float32) - 1000 * each - others <= 4
+    x = run(np.arange(1000) * 299, 300_000, 1000)
+    assert wire.encode(x).shape == (wire.words(1000, 300_000, np.float32),)
+
+
+def test_equal_runs_are_laid_out_alike_and_steps_differ():
+    wire, x = Compact(quantize.QSGD(4)), run(np.arange(300), 1000, 300)
+    first = wire.at(jnp.int32(1)).encode(x)
+    np.testing.assert_array_equal(first, wire.at(jnp.int32(1)).encode(jax.tree.map(lambda a: a + 0, x)))
+    assert (first != wire.at(jnp.int32(2)).encode(x)).any()
+    assert (first != Compact(quantize.QSGD(4, seed=1)).at(jnp.int32(1)).encode(x)).any()
+    rows = wire.at(jnp.int32(1)).encode(x.beside(x))
+    np.testing.assert_array_equal(rows, np.stack([first, first]))
