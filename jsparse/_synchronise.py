@@ -45,7 +45,8 @@ class Report(NamedTuple):
 
     Attributes:
       overflowed: int32: elements that this worker selected and that did not fit into its buffers.
-      delivered: int32: elements of this worker that became part of the update.
+      delivered: int32: elements of this worker that became part of the update; where the wire is not lossless, those of
+        sums that it rounded, too.
       updated: int32: elements of the update that are not zero, over n the density to which it has filled in; an
         all-gather counts an index once for each worker that sent it.
       words: uint32: 4-byte words that this worker sent.

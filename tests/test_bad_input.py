@@ -11,7 +11,7 @@ import jsparse
 import transports
 from transports import AXIS
 
-allreduce, select = jsparse.allreduce, jsparse.select
+allreduce, quantize, select = jsparse.allreduce, jsparse.quantize, jsparse.select
 ARGUMENTS = [
     (lambda: jsparse.oktopk(AXIS, density=0.0), "density is 0.0"),
     (lambda: jsparse.oktopk(AXIS, density=1.5), "density is 1.5"),
@@ -38,6 +38,15 @@ ARGUMENTS = [
     (lambda: jsparse.gtopk(AXIS, density=2.0), "density is 2.0"),
     (lambda: jsparse.dsar_split_allgather(AXIS, density=0.1, group=0), "group is 0"),
     (lambda: allreduce.SsarSplitAllGather(operator="mean"), "operator is 'mean'"),
+    (lambda: jsparse.qsgd(AXIS, levels=0), "levels is 0"),
+    (lambda: jsparse.qsgd(AXIS, bucket=0), "bucket is 0"),
+    (lambda: quantize.QSGD(scale="mean"), "scale is 'mean'"),
+    (lambda: quantize.Sign(-1), "bucket is -1"),
+    (lambda: quantize.Block8(0), "bucket is 0"),
+    (lambda: quantize.Codebook(3), "bits is 3"),
+    (lambda: jsparse.quantized(AXIS, quantize=quantize.Codebook(4)), r"quantize is Codebook\(bits=4\)"),
+    (lambda: jsparse.quantized(AXIS, quantize=quantize.TernGrad(), error_feedback=True), "contract=True"),
+    (lambda: jsparse.gtopk(AXIS, density=0.1, wire=jsparse.wire.Compact(quantize.QSGD())), "contract=True"),
     (lambda: select.TopK(2.0), "density is 2.0"),
     (lambda: select.SampledThreshold(0.0), "density is 0.0"),
     (lambda: select.ReusedThreshold(0.1, 0), "tau_threshold is 0"),

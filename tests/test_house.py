@@ -91,7 +91,15 @@ def test_only_comm_names_a_collective(module: str):
 
 
 def public():
-    for package in (jsparse, jsparse.select, jsparse.allreduce, jsparse.wire, jsparse.cost, kernels_pallas):
+    for package in (
+        jsparse,
+        jsparse.select,
+        jsparse.allreduce,
+        jsparse.quantize,
+        jsparse.wire,
+        jsparse.cost,
+        kernels_pallas,
+    ):
         for name in package.__all__:
             yield pytest.param(package, name, id=f"{package.__name__}.{name}")
 

@@ -217,3 +217,25 @@ def test_unbiased_means_of_a_whole_step():
         error = np.abs(updates.mean(0) - gradients.mean(0))
         assert (error <= 5 * updates.std(0) / math.sqrt(steps) + 1e-3).all()
         assert updates.std(0).mean() > 0.05
+
+
+@pytest.mark.parametrize("quantizer, step", [(Block8(64), 1 / 127), (BFloat16(), 2.0**-7)], ids=["8 bits", "bfloat16"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
+    """Each worker's vector rounded, summed in numpy; split, the sum of each region rounded again."""
+    size = 4
+    gradients = np.stack([vector(seed=worker) for worker in range(size)])
+    tx = jsparse.quantized("workers", quantize=quantizer, split=split)
+    update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="workers"))
+    total = np.asarray(update(gradients), np.float64)[0] * size
+    rows = -(-M // size) if split else M
+    padded = np.pad(gradients, ((0, 0), (0, rows * -(-M // rows) - M))).reshape(size, -1, rows)
+    read = np.stack([[coded(quantizer, row) for row in worker] for worker in padded]).astype(np.float64).sum(0)
+    expected = read.reshape(-1)[:M]
+    if split:
+        # One unit in the last place of a sum may tip its rounding.
+        np.testing.assert_allclose(total, expected, atol=0.51 * step * np.abs(expected).max())
+        again = np.stack([coded(quantizer, row.astype(np.float32)) for row in read]).reshape(-1)[:M]
+        assert np.isclose(total, again, rtol=1e-6, atol=1e-6).mean() > 0.99
+    else:
+        np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)

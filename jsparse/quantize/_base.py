@@ -89,19 +89,27 @@ def packed_words(m: int, base: int) -> int:
 
 
 def pack(digits: jax.Array, base: int) -> jax.Array:
-    """Packs digits, shape ``(m,)``, integers from 0 to ``base - 1``, into int32 words."""
-    count = digits_in_word(base)
-    columns = jnp.pad(digits.astype(jnp.uint32), (0, -digits.shape[0] % count)).reshape(-1, count)
-    places = jnp.array([[base**i for i in range(count)]], jnp.uint32)
-    return lax.bitcast_convert_type(jnp.sum(columns * places, axis=1, dtype=jnp.uint32), jnp.int32)
+    """Packs digits, shape ``(m,)``, integers from 0 to ``base - 1``, into int32 words.
+
+    The first word holds the first digit of each of as many equal stretches as it has places, and so on: stretches are
+    added up as vectors, where neighbouring digits would be one by one.
+    """
+    words = packed_words(digits.shape[0], base)
+    digits = jnp.pad(digits.astype(jnp.uint32), (0, words * digits_in_word(base) - digits.shape[0]))
+    stretches = digits.reshape(-1, words)
+    total = stretches[0]
+    for i in range(1, stretches.shape[0]):
+        total = total + stretches[i] * jnp.uint32(base**i)
+    return lax.bitcast_convert_type(total, jnp.int32)
 
 
 def unpack(words: jax.Array, m: int, base: int) -> jax.Array:
-    """The first ``m`` digits of words that :func:`pack` made: int32."""
-    count = digits_in_word(base)
-    words = lax.bitcast_convert_type(words[: packed_words(m, base)], jnp.uint32)
-    places = jnp.array([[base**i for i in range(count)]], jnp.uint32)
-    return (words[:, None] // places % jnp.uint32(base)).astype(jnp.int32).reshape(-1)[:m]
+    """The ``m`` digits of words that :func:`pack` made: int32."""
+    rest, stretches = lax.bitcast_convert_type(words[: packed_words(m, base)], jnp.uint32), []
+    for _ in range(digits_in_word(base)):
+        stretches.append((rest % base).astype(jnp.int32))
+        rest = rest // base
+    return jnp.concatenate(stretches)[:m]
 
 
 def in_buckets(values: jax.Array, bucket: int | None) -> jax.Array:

@@ -97,6 +97,6 @@ class TernGrad(QSGD):
       equation 3.
     """
 
-    levels: int = 1
+    levels: int = dataclasses.field(default=1, init=False)
     bucket: int | None = None
-    scale: Literal["norm", "max"] = "max"
+    scale: Literal["norm", "max"] = dataclasses.field(default="max", init=False)
