@@ -176,6 +176,21 @@ def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
     assert np.mean(accuracy["oktopk"]) >= np.mean(accuracy["dense"]) - 0.01
 
 
+@pytest.mark.slow
+def test_half_the_bytes_train_as_well(tmp_path):
+    """Ok-Topk in bfloat16 and two bytes an index: half of what the paper's bound says; the mean of three seeds."""
+    accuracy: dict[str, list[float]] = {"oktopk": [], "oktopk_bf16": []}
+    for seed in range(3):
+        arguments = ["--algorithm", "oktopk", "--algorithm", "oktopk_bf16", "--seed", str(seed)]
+        train.main([*arguments, "--plot", str(tmp_path / "x.png"), "--json", str(tmp_path / "runs.json")])
+        for run in json.loads((tmp_path / "runs.json").read_text()):
+            accuracy[run["algorithm"]].append(run["accuracy"][-1])
+            if run["algorithm"] == "oktopk_bf16":
+                assert max(run["bytes"][1:]) <= 4 * (3 * run["k"] * 7 / 8 + 16 * 8 + 512)
+                assert np.mean(run["bytes"]) <= 4 * 3 * run["k"] * 7 / 8
+    assert np.mean(accuracy["oktopk_bf16"]) >= np.mean(accuracy["oktopk"]) - 0.01
+
+
 def test_bench_select(tmp_path, capsys):
     plot, figures = tmp_path / "x.png", tmp_path / "x.json"
     arguments = ["bench", "select", "--size", "50000", "--density", "0.02", "--repeats", "2"]
