@@ -123,17 +123,15 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, S
 
     if into:
         guest = exchange(into, 1)
-        mine.append(guest)
-        survived.append(guest.indices < x.n)
+        mine.insert(1, guest)
+        survived.insert(1, guest.indices < x.n)
         meet(guest)
     for t, pairs in enumerate(rounds):
         meet(exchange(pairs, 1 << t))
     if guest is not None:
         # The guest gets the result, and a bit for each of its elements.
-        place = next(i for i, part in enumerate(mine) if part is guest)
-        alive = survived.pop(place)
-        mine.pop(place)
-        fate = lax.bitcast_convert_type(bitmap.pack(alive), jnp.int32)
+        mine.pop(1)
+        fate = lax.bitcast_convert_type(bitmap.pack(survived.pop(1)), jnp.int32)
         message = wire.encode(total)
         if not wire.lossless:
             read = as_read(wire, total, message)
