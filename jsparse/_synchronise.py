@@ -122,12 +122,7 @@ class Config:
 
     def plan(self, tree: Any) -> list[Bucket]:
         """Which leaves travel together."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if leaf.dtype not in FLOATS:
-                raise ValueError(
-                    f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
-                    "float32 or float64: keep what is not trained out of the parameters"
-                )
+        check_floats(tree)
         return plan(
             jax.tree.leaves(tree), scope=self.scope, dense_below=self.dense_below, bucket_bytes=self.bucket_bytes
         )
@@ -162,7 +157,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     size = math.prod(level.size for level in levels)
     leaves = jax.tree.leaves(grads)
     buckets = config.plan(grads)
-    _check_local(levels, grads)
+    check_local(levels, grads)
     _check_state(config, buckets, state)
 
     step, bad = state.step[0], jnp.array(False)
@@ -253,7 +248,16 @@ def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
     return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
 
 
-def _check_local(levels: Sequence[Comm], grads: Any) -> None:
+def check_floats(tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if leaf.dtype not in FLOATS:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
+                "float32 or float64: keep what is not trained out of the parameters"
+            )
+
+
+def check_local(levels: Sequence[Comm], grads: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         if not all(comm.may_differ(leaf) for comm in levels):
             raise ValueError(
