@@ -103,6 +103,8 @@ class TrainStep:
 
         Raises:
           ValueError: parameters are replicated.
+
+        **Cost**: that of :func:`jsparse.sync_params`.
         """
         if self._sync is None:
             raise ValueError('parameters are alike on all workers: sync is for train_step(..., params="per_worker")')

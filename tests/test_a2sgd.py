@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import jsparse
@@ -334,6 +334,23 @@ def test_a2sgd_in_a_step():
         assert leaf.shape[0] % SIZE == 0
 
 
+def test_workers_along_two_axes():
+    """As along one, in row-major order."""
+    axes = ("hosts", "devices")
+    mesh = Mesh(np.array(jax.devices()[:SIZE]).reshape(2, 2), axes)
+    tx = optax.chain(jsparse.a2sgd(axes), optax.sgd(0.1, momentum=0.9))
+    step = jsparse.train_step(loss_fn, tx, mesh, axes, params="per_worker")
+    one = make(jsparse.a2sgd(AXIS), optax.sgd(0.1, momentum=0.9))
+    state, expected = step.init(params()), one.init(params())
+    for number in range(2):
+        state, _ = step(state, data(number))
+        expected, _ = one(expected, data(number))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, state.params, expected.params)
+    ended = jsparse.sync_params(state, axes, mesh=mesh)
+    jax.tree.map(lambda got, own: close(got, np.asarray(own)[3]), ended, step.sync(state).params)
+
+
 def test_replicas_that_agree_are_as_good():
     """With an all-reduce that agrees, parameters per worker train as replicated ones do."""
     members = jsparse.topk_allgather(AXIS, density=0.3), optax.adam(0.01)
@@ -496,6 +513,11 @@ def test_other_wrong_uses_are_refused():
         jsparse.sync_params(params(), jsparse.AxisComm(AXIS), mesh=mesh)
     with pytest.raises(ValueError, match="not bound"):
         jsparse.sync_params(params(), AXIS)
+    # Within per-worker state, nothing stands too early; alone it does.
+    early = optax.trace(0.9), jsparse.a2sgd(AXIS), optax.scale(-0.1)
+    assert make(*early).init(params()).opt_state.inner[0].trace["w"].shape == (SIZE * 5, 7)
+    with pytest.raises(ValueError, match="member 0 of the chain"):
+        jsparse.init(optax.chain(*early), params(), mesh, AXIS, per_worker=True)
     # What the wrapper can't cure is still refused inside it.
     with pytest.raises(ValueError, match="MultiSteps"):
         make(optax.MultiSteps(tx, 2)).init(params())
