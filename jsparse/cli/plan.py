@@ -169,7 +169,7 @@ def show(figures: dict[str, Any]) -> None:
             short(result["bytes"]["expected"] / 1e6),
             *(short(times[case]) for case in ("best", "expected", "worst")),
             short(result["step_ms"]),
-            f"{result['times_faster_than_dense']:.2f} x",
+            "" if result["name"] in cost.DIFFERING else f"{result['times_faster_than_dense']:.2f} x",
             " to ".join(dict.fromkeys(short(part / 1e6) for part in sends)) if sends else "",
         )
     console = rich.console.Console(width=120, highlight=False)
