@@ -28,6 +28,7 @@ ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
     "torus": lambda density: jsparse.torus("nodes", "gpus"),
     "parameter_server": lambda density: jsparse.parameter_server("workers"),
+    "a2sgd": lambda density: jsparse.a2sgd("workers"),
     "topk_allgather": lambda density: jsparse.topk_allgather("workers", density=density),
     "gaussiank": lambda density: jsparse.gaussiank("workers", density=density),
     "topk_dsa": lambda density: jsparse.topk_dsa("workers", density=density),
@@ -50,6 +51,7 @@ ALGORITHMS = {
 }
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
+REPLICAS_DIFFER = ("a2sgd",)
 OPTIMIZERS = {
     "sgd": lambda rate: optax.sgd(rate or 0.1),
     "momentum": lambda rate: optax.sgd(rate or 0.05, momentum=0.9),
@@ -108,7 +110,8 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
 
     mesh, axis = make_mesh(name, args.workers)
     tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](args.learning_rate))
-    step = jsparse.train_step(loss_fn, tx, mesh, axis)
+    differ = name in REPLICAS_DIFFER
+    step = jsparse.train_step(loss_fn, tx, mesh, axis, params="per_worker" if differ else "replicated")
     state = step.init(params)
 
     rng = np.random.default_rng(args.seed)
@@ -129,7 +132,8 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
             seconds.append(time.perf_counter() - start)
             seen.append(jax.tree.map(np.asarray, jsparse.stats(state.opt_state)))
             progress.advance(task)
-        accuracy.append(float(evaluate(state.params, images.test_x, images.test_y)))
+        mean = jsparse.sync_params(state, axis, mesh=mesh) if differ else state.params
+        accuracy.append(float(evaluate(mean, images.test_x, images.test_y)))
 
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {

@@ -1,9 +1,11 @@
 """jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
 
 from . import allreduce, cost, quantize, select, wire
+from ._a2sgd import A2SGD
 from ._comm import AxisComm, Comm
 from ._per_worker import PerWorkerState, per_worker
 from ._presets import (
+    a2sgd,
     dense,
     dsar_split_allgather,
     gaussiank,
@@ -24,10 +26,11 @@ from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
 from ._synchronise import SparseAllReduceState
 from ._traffic import Traffic, traffic
-from ._train_step import TrainState, TrainStep, local_value_and_grad, train_step
+from ._train_step import TrainState, TrainStep, local_value_and_grad, sync_params, train_step
 from ._transform import SparseAllReduce, sparse_allreduce
 
 __all__ = [
+    "A2SGD",
     "AxisComm",
     "Comm",
     "PerWorkerState",
@@ -38,6 +41,7 @@ __all__ = [
     "Traffic",
     "TrainState",
     "TrainStep",
+    "a2sgd",
     "allreduce",
     "apply_sparse",
     "cost",
@@ -62,6 +66,7 @@ __all__ = [
     "state_specs",
     "stats",
     "sync",
+    "sync_params",
     "topk_allgather",
     "topk_dsa",
     "torus",

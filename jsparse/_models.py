@@ -99,6 +99,11 @@ def _dense(on: Cluster) -> Sent:
     return _along(2 * _rounds(on.P), 2 * on.n * on.part)
 
 
+def _a2sgd(on: Cluster) -> Sent:
+    """A2SGD, Table II: two means, 64 bits, summed."""
+    return _along(2 * _rounds(on.P), 4 * on.part)
+
+
 def _topk_allgather(on: Cluster) -> Sent:
     """Ok-Topk, Table 1, "TopkA"; gTop-k, Table I, "TopKAllReduce"."""
     return _along(_rounds(on.P), 2 * on.k * (on.P - 1))
@@ -185,6 +190,7 @@ def _dense_hierarchical(on: Cluster) -> Sent:
 
 MODELS: dict[str, Callable[[Cluster], Sent]] = {
     "dense": _dense,
+    "a2sgd": _a2sgd,
     "topk_allgather": _topk_allgather,
     "topk_dsa": _topk_dsa,
     "gtopk": _gtopk,

@@ -22,6 +22,9 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     Before the all-reduce each worker sees its own gradient, so that momentum, say, differs from worker to worker.
     Wrapped, it is placed and saved as such; :func:`jsparse.state_specs` refuses a chain that needs this and lacks it.
 
+    Where workers have parameters of their own, everything differs: wrap the whole chain
+    (``train_step(..., params="per_worker")`` does it for you).
+
     Args:
       tx: the transformation.
 

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from ._a2sgd import A2SGD, MeansConfig
 from ._comm import CommLike, as_comm
 from ._synchronise import Config
 from ._transform import SparseAllReduce
@@ -116,6 +117,45 @@ def quantized(
         error_feedback = not quantize.unbiased
     reduce = Quantized(quantize, split)
     return SparseAllReduce.of(Config(as_comm(comm), select=None, allreduce=reduce, error_feedback=error_feedback))
+
+
+def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> A2SGD:
+    """A2SGD, two-level gradient averaging: workers tell each other two means, and their replicas drift apart.
+
+    A worker takes the mean of its gradient's elements that are at least 0, and that of the magnitudes of the others.
+    Both are averaged over the workers. Elements that reach their own mean move by as much as it differs from the
+    average; all others stay, the worker's own. So updates differ between workers, and parameters with them: train with
+    ``train_step(..., params="per_worker")``, and end, or now and then pause, with :func:`jsparse.sync_params`.
+
+    A mean of nothing is 0. Means are formed in float32 (float64, where a leaf is). A non-finite gradient on any worker,
+    or one whose sum is not finite, makes all updates NaN.
+
+    Args:
+      comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
+      per_leaf: whether every leaf has two means of its own, as the paper's section III has it (layer-wise), instead of
+        two for the whole gradient (Algorithm 1). They travel in one message.
+
+    Returns:
+      A gradient transformation. Its updates have the shapes and types of the gradients, and differ between workers.
+
+    **Cost**: ``4 (P-1)/P`` words (a sum of two words, 64 bits) and ``2 log P`` messages a worker; with ``per_leaf``
+    as many words for each leaf.
+
+    References:
+      Bhattacharya et al., O(1) Communication for Distributed SGD through Two-Level Gradient Averaging, CLUSTER 2021,
+      equation 2 and Algorithm 1. There, where nothing is positive, zeros move too, up to the others' mean; here they
+      stay.
+
+    Example::
+
+      tx = optax.chain(jsparse.a2sgd("data"), optax.sgd(0.1, momentum=0.9))
+      step = jsparse.train_step(loss_fn, tx, mesh, "data", params="per_worker")
+      state = step.init(params)
+      for batch in batches:
+          state, loss = step(state, batch)
+      params = jsparse.sync_params(state, "data", mesh=mesh)
+    """
+    return A2SGD.of(MeansConfig(as_comm(comm), per_leaf))
 
 
 def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:

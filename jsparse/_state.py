@@ -17,21 +17,25 @@ PER_WORKER = (SparseAllReduceState, PerWorkerState)
 AxisName = str | tuple[str, ...]
 
 
-def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axis: AxisName) -> optax.OptState:
+def init(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axis: AxisName, *, per_worker: bool = False
+) -> optax.OptState:
     """Initialises a chain's state outside ``shard_map``, each worker's part on its own devices.
 
     Args:
       tx: the chain.
-      params: its parameters, alike for all workers.
+      params: its parameters, for all workers alike at the beginning.
       mesh: the devices.
       axis: the mesh axis, or axes, along which the workers stand.
+      per_worker: whether each worker is to have parameters of its own, so that updates may differ. Wrap the whole chain
+        in :func:`jsparse.per_worker` then.
 
     Returns:
       The state as global arrays, placed as :func:`state_specs` says.
 
     Raises:
       ValueError: the mesh lacks the axis, or the chain would let replicas drift apart: a state that differs between
-        workers is not in :func:`jsparse.per_worker`, or an update is not alike on all of them.
+        workers is not in :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike on all of them.
     """
     check_axis(mesh, axis)
     everywhere = PartitionSpec()
@@ -41,7 +45,7 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axi
         nonlocal specs
         state = tx.init(params)
         specs = state_specs(state, axis)
-        _check_alike(tx, params, state, specs, axis)
+        _check_alike(tx, params, state, specs, axis, per_worker)
         return jnp.zeros(())
 
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
@@ -50,10 +54,25 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axi
 
 
 def _check_alike(
-    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState, specs: Any, axis: AxisName
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    state: optax.OptState,
+    specs: Any,
+    axis: AxisName,
+    per_worker: bool,
 ) -> None:
     """Traces an update, and refuses it where what should be alike on all workers may differ, by its types."""
-    grads = AxisComm(axis).varying(jax.tree.map(jnp.zeros_like, params))
+    comm = AxisComm(axis)
+    grads = comm.varying(jax.tree.map(jnp.zeros_like, params))
+    params = comm.varying(params) if per_worker else params
+    fix = (
+        "Wrap the whole chain in jsparse.per_worker(...)"
+        if per_worker
+        else "Wrap what remembers gradients before the all-reduce in jsparse.per_worker(...); let an all-reduce cover "
+        "every parameter that is trained; and freeze others before it, with optax.masked(optax.set_to_zero(), mask). "
+        "Where replicas are to differ, as with jsparse.a2sgd, give each worker parameters of its own: "
+        'jsparse.train_step(..., params="per_worker"), or in your own loop jsparse.init(..., per_worker=True)'
+    )
     axes = {axis} if isinstance(axis, str) else set(axis)
     update = optax.with_extra_args_support(tx).update
     updates, state = update(grads, state, params, value=jnp.zeros(()))
@@ -62,12 +81,11 @@ def _check_alike(
         if spec == PartitionSpec() and varying_axes(leaf) & axes:
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} differs between workers: it depends on gradients that no "
-                "all-reduce has made alike. Wrap what remembers gradients before the all-reduce in "
-                "jsparse.per_worker(...); let an all-reduce cover every parameter that is trained; and freeze others "
-                "before it, with optax.masked(optax.set_to_zero(), mask)"
+                f"all-reduce has made alike. {fix}"
             )
 
-    jax.tree_util.tree_map_with_path(lambda path, leaf: check(path, leaf, PartitionSpec(), "the update "), updates)
+    if not per_worker:
+        jax.tree_util.tree_map_with_path(lambda path, leaf: check(path, leaf, PartitionSpec(), "the update "), updates)
     jax.tree_util.tree_map_with_path(lambda path, leaf, spec: check(path, leaf, spec, "the state "), state, specs)
 
 
@@ -189,8 +207,9 @@ def check_axis(mesh: Mesh, axis: AxisName) -> None:
         raise ValueError(f"the mesh has axes {mesh.axis_names}, and not {missing[0]!r}: name one that it has")
 
 
-def _check_order(state: Any) -> None:
-    """Refuses a chain that would be placed, or run, wrongly."""
+def _check_order(state: Any, per_worker: bool = False) -> None:
+    """Refuses a chain that would be placed, or run, wrongly; all inside ``per_worker`` is placed rightly."""
+    per_worker |= isinstance(state, PerWorkerState)
     if not _holds(state, SparseAllReduceState):
         return
     if isinstance(state, optax.MultiStepsState):
@@ -205,7 +224,7 @@ def _check_order(state: Any) -> None:
             "around what follows; after a non-finite gradient on any worker the update is NaN on all"
         )
     children = _children(state)
-    if type(state) is tuple:
+    if type(state) is tuple and not per_worker:
         ours = max(i for i, child in enumerate(children) if _holds(child, SparseAllReduceState))
         for i, child in enumerate(children[:ours]):
             if not _holds(child, SparseAllReduceState) and _remembers(child):
@@ -215,7 +234,7 @@ def _check_order(state: Any) -> None:
                 )
     for child in children:
         if child is not state:
-            _check_order(child)
+            _check_order(child, per_worker)
 
 
 def _remembers(state: Any) -> bool:

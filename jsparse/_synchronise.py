@@ -129,12 +129,7 @@ class Config:
 
     def plan(self, tree: Any) -> list[Bucket]:
         """Which leaves travel together."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if leaf.dtype not in FLOATS:
-                raise ValueError(
-                    f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
-                    "float32 or float64: keep what is not trained out of the parameters"
-                )
+        check_floats(tree)
         return plan(
             jax.tree.leaves(tree), scope=self.scope, dense_below=self.dense_below, bucket_bytes=self.bucket_bytes
         )
@@ -169,7 +164,7 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
     size = math.prod(level.size for level in levels)
     leaves = jax.tree.leaves(grads)
     buckets = config.plan(grads)
-    _check_local(levels, grads)
+    check_local(levels, grads)
     _check_state(config, buckets, state)
 
     step, bad = state.step[0], jnp.array(False)
@@ -207,6 +202,8 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
             x, chosen = how.select(acc, chosen, step, comm.rank())
             overflowed += chosen.selected[0] - x.count
             x = x.where(keep)
+        elif how.error_feedback:
+            x = jnp.where(keep, acc, 0)
         total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire.at(step))
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
         if intra:
@@ -260,7 +257,16 @@ def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
     return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
 
 
-def _check_local(levels: Sequence[Comm], grads: Any) -> None:
+def check_floats(tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if leaf.dtype not in FLOATS:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
+                "float32 or float64: keep what is not trained out of the parameters"
+            )
+
+
+def check_local(levels: Sequence[Comm], grads: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         if not all(comm.may_differ(leaf) for comm in levels):
             raise ValueError(

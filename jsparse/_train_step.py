@@ -11,8 +11,9 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._comm import AxisComm, CommLike, as_comm
+from ._comm import AxisComm, Comm, CommLike, as_comm
 from ._flatten import Layout
+from ._per_worker import per_worker
 from ._state import AxisName, check_axis, init, state_specs
 
 
@@ -50,7 +51,7 @@ class TrainState(NamedTuple):
     """What a training step carries.
 
     Attributes:
-      params: the parameters, alike on all workers.
+      params: the parameters, alike on all workers; where each has its own, with a leading axis of P.
       opt_state: the chain's state.
       model_state: what the model keeps beside parameters, such as batch statistics; None without.
     """
@@ -67,8 +68,15 @@ class TrainStep:
     averaged over workers and micro-batches. It donates the old state, which can't be used again.
     """
 
-    def __init__(self, run: Callable[..., Any], place: Callable[..., TrainState], parts: int, with_key: bool):
-        self._run, self._place, self._parts, self._with_key = run, place, parts, with_key
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        place: Callable[..., TrainState],
+        sync: Callable[[Any], Any] | None,
+        parts: int,
+        with_key: bool,
+    ):
+        self._run, self._place, self._sync, self._parts, self._with_key = run, place, sync, parts, with_key
 
     def init(self, params: Any, model_state: Any = None) -> TrainState:
         """Makes the state before the first step, each worker's part on its own devices.
@@ -78,9 +86,29 @@ class TrainStep:
           model_state: what the model keeps beside them, for one worker; it is copied to all.
 
         Returns:
-          The state. A model state kept per worker has a leading axis of P.
+          The state. Parameters and a model state kept per worker have a leading axis of P.
         """
         return self._place(params, model_state)
+
+    def sync(self, state: TrainState) -> TrainState:
+        """Averages the parameters that workers have of their own, so that training goes on from equal ones.
+
+        All floats go in one message. The optimizer's and the model's state stay as they are.
+
+        Args:
+          state: from the step before; its parameters are donated.
+
+        Returns:
+          The state with equal parameters on all workers, still with a leading axis of P.
+
+        Raises:
+          ValueError: parameters are replicated.
+
+        **Cost**: that of :func:`jsparse.sync_params`.
+        """
+        if self._sync is None:
+            raise ValueError('parameters are alike on all workers: sync is for train_step(..., params="per_worker")')
+        return state._replace(params=self._sync(state.params))
 
     def __call__(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> tuple[TrainState, Any]:
         """Trains on one batch.
@@ -127,6 +155,7 @@ def train_step(
     *,
     has_aux: bool = False,
     micro_batches: int = 1,
+    params: Literal["replicated", "per_worker"] = "replicated",
     model_state: Literal["mean", "per_worker"] | None = None,
     with_key: bool = False,
     check_vma: bool = True,
@@ -137,13 +166,17 @@ def train_step(
       loss_fn: a worker's loss, ``loss_fn(params, batch)``, with ``model_state=`` and ``key=`` as keyword arguments
         where they are asked for below. It returns the loss; with ``has_aux``, ``(loss, aux)``; with ``model_state``,
         ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
-      tx: an optax chain that holds one of our transformations.
+      tx: an optax chain that holds one of our transformations; for parameters per worker, any.
       mesh: the devices.
       axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it; parameters are
-        replicated over the whole mesh.
+        replicated over the whole mesh, unless each worker has its own.
       has_aux: whether ``loss_fn`` returns metrics beside the loss: numbers, which are averaged.
       micro_batches: how many parts each worker's share of a batch is computed in, one after the other, with one
         synchronisation for all.
+      params: whether all workers have the same parameters (``"replicated"``), or each its own (``"per_worker"``:
+        leaves, and those of the whole chain's state, have a worker axis): for algorithms after which replicas differ,
+        such as :func:`jsparse.a2sgd`, or a chain without any all-reduce (local SGD). All begin with the same; the
+        step's ``sync`` averages them now and then, :func:`jsparse.sync_params` at the end.
       model_state: what becomes of what the model keeps beside parameters, such as BatchNorm's statistics: averaged
         over the workers after each step (``"mean"``; its bytes are sent and counted), or kept by each worker for
         itself (``"per_worker"``: leaves have a leading axis of P; random keys among them are made different). A key in
@@ -156,7 +189,7 @@ def train_step(
 
     Raises:
       ValueError: the mesh lacks the axis, ``micro_batches`` is not positive; from ``init``: ``tx`` does not
-        synchronise.
+        synchronise, and parameters are replicated.
 
     Example::
 
@@ -169,11 +202,15 @@ def train_step(
     check_axis(mesh, axis)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; it is how many parts a batch has, at least 1")
+    if params not in ("replicated", "per_worker"):
+        raise ValueError(f'params is {params!r}; choose "replicated" or "per_worker"')
     if model_state not in (None, "mean", "per_worker"):
         raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
+    differ = params == "per_worker"
+    tx = per_worker(tx) if differ else tx
     comm = AxisComm(axis)
     update = optax.with_extra_args_support(tx).update
-    workers = math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
+    workers = _workers(mesh, axis)
     whole, parted = PartitionSpec(), PartitionSpec(axis)
 
     uniform = _uniform(loss_fn, has_aux=has_aux, has_model_state=model_state is not None, with_key=with_key)
@@ -203,21 +240,28 @@ def train_step(
         return kept, report, jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
 
     def local_step(state, batch, key):
-        kept = state.model_state
+        params, kept = state.params, state.model_state
+        if differ:
+            params = jax.tree.map(lambda x: x[0], params)
         if model_state == "per_worker":
             kept = jax.tree.map(lambda x: x[0], kept)
-        kept, report, grads = accumulate(state.params, kept, batch, key)
+        kept, report, grads = accumulate(params, kept, batch, key)
         report = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), report)
         if model_state == "mean":
             report, kept = _mean(comm, (report, kept))
         else:
             report = _mean(comm, report)
             kept = jax.tree.map(lambda x: comm.varying(x)[None], kept)
-        updates, opt_state = update(grads, state.opt_state, state.params, value=report[0])
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, kept), report
+        updates, opt_state = update(grads, state.opt_state, params, value=report[0])
+        params = optax.apply_updates(params, updates)
+        if differ:
+            params = jax.tree.map(lambda x: comm.varying(x)[None], params)
+        return TrainState(params, opt_state, kept), report
 
     def spec(opt_state):
-        return TrainState(whole, state_specs(opt_state, axis), parted if model_state == "per_worker" else whole)
+        return TrainState(
+            parted if differ else whole, state_specs(opt_state, axis), parted if model_state == "per_worker" else whole
+        )
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state, batch, key):
@@ -237,14 +281,83 @@ def train_step(
                 "state: say what becomes of one, or leave it out in both places"
             )
         params, kept = jax.tree.map(_strong_copy, (params, kept))
+        opt_state = init(tx, params, mesh, axis, per_worker=differ)
+        if differ:
+            params = jax.tree.map(functools.partial(_for_each, workers), params)
         if model_state == "per_worker":
             kept = jax.tree.map(functools.partial(_for_each, workers), kept)
-        opt_state = init(tx, params, mesh, axis)
         state = TrainState(params, (), kept)
         placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), spec(())))
         return placed._replace(opt_state=opt_state)
 
-    return TrainStep(run, place, workers * micro_batches, with_key)
+    sync = _averaging(mesh, axis, True) if differ else None
+    return TrainStep(run, place, sync, workers * micro_batches, with_key)
+
+
+def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any:
+    """Averages parameters that differ between workers, in one message: what ends such a training, or punctuates it.
+
+    Floats are averaged; of other leaves (integers, booleans, random keys) each element becomes the largest of any
+    worker. Parameters that agree already stay as they are, to rounding. It averages anything else that is kept per
+    worker as well, such as a ``model_state``.
+
+    Args:
+      params: inside ``shard_map``, ``pmap`` or ``vmap`` this worker's parameters; with ``mesh`` the global arrays, each
+        with a leading axis of P, or the :class:`TrainState` of ``train_step(..., params="per_worker")``, whose
+        parameters are meant.
+      comm: the mesh axis, or axes, along which the workers stand; inside also a Comm.
+      mesh: the devices, to call it from outside, jitted.
+
+    Returns:
+      The mean, alike on all workers. With ``mesh`` it is replicated over it and has no leading axis: ordinary
+      parameters. To go on training, use the step's own :meth:`TrainStep.sync`.
+
+    Raises:
+      ValueError: the axis is not bound and there is no ``mesh``; or with ``mesh``, it lacks the axis, or a leaf has no
+        leading axis of P.
+
+    **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker.
+
+    References:
+      Bhattacharya et al., CLUSTER 2021 (A2SGD), Algorithm 1, line 10.
+
+    >>> worker = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    >>> sync_params(worker, "data", mesh=mesh)
+    {'w': Array([2., 4.], dtype=float32)}
+    """
+    if isinstance(params, TrainState):
+        params = params.params
+    if mesh is None:
+        return _mean(as_comm(comm), params)
+    if not isinstance(comm, str | tuple):
+        raise ValueError(f"comm is {comm!r}; with a mesh, name its axis, or a tuple of them")
+    check_axis(mesh, comm)
+    workers = _workers(mesh, comm)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.shape(leaf)[:1] != (workers,):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; parameters of {workers} workers have "
+                f'a leading axis of {workers}, as train_step(..., params="per_worker") keeps them'
+            )
+    return _averaging(mesh, comm, False)(params)
+
+
+@functools.cache
+def _averaging(mesh: Mesh, axis: AxisName, stacked: bool) -> Callable[[Any], Any]:
+    """The mean of what workers have, jitted: once; or stacked, for each of them, and the old ones donated."""
+    comm, parted = AxisComm(axis), PartitionSpec(axis)
+
+    def local(tree):
+        means = _mean(comm, jax.tree.map(lambda x: x[0], tree))
+        return jax.tree.map(lambda x: comm.varying(x)[None], means) if stacked else means
+
+    average = jax.shard_map(local, mesh=mesh, in_specs=parted, out_specs=parted if stacked else PartitionSpec())
+    return jax.jit(average, donate_argnums=0 if stacked else ())
+
+
+def _workers(mesh: Mesh, axis: AxisName) -> int:
+    return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
 
 
 def _uniform(
@@ -281,12 +394,13 @@ def _for_each(workers: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (workers, *x.shape))
 
 
-def _mean(comm: AxisComm, tree: Any) -> Any:
+def _mean(comm: Comm, tree: Any) -> Any:
     """The mean over workers of all floats, in one message; of what else may differ, the largest."""
+    size = comm.size
     leaves, treedef = jax.tree.flatten(tree)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     layout = Layout.of([leaves[i] for i in floats])
-    means = layout.unravel(comm.psum(layout.ravel([leaves[i] for i in floats])) / comm.size)
+    means = layout.unravel(comm.psum(layout.ravel([leaves[i] for i in floats])) / size) if floats else []
     for i, leaf in enumerate(leaves):
         if i in floats:
             leaves[i] = means.pop(0)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._a2sgd import A2SGD
 from ._comm import AxisComm
 from ._ledger import Cost, collective_cost, in_turn
 from ._models import MODELS, Cluster, expected_union
@@ -23,7 +24,19 @@ from ._synchronise import Config
 from ._transform import SparseAllReduce
 from ._two_levels import sends as sends_inside
 
-__all__ = ["ALGORITHMS", "DENSE", "Load", "Node", "Prediction", "choose", "exact", "expected_union", "link", "predict"]
+__all__ = [
+    "ALGORITHMS",
+    "DENSE",
+    "DIFFERING",
+    "Load",
+    "Node",
+    "Prediction",
+    "choose",
+    "exact",
+    "expected_union",
+    "link",
+    "predict",
+]
 
 
 def _check_link(alpha: float, beta: float) -> None:
@@ -159,7 +172,7 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
     """Names the algorithm whose expected time is least, dense ones included.
 
     It compares times, not what is delivered: ``topk_allgather`` and its like deliver everything that was selected, K
-    elements, ``oktopk`` and ``gtopk`` only k of them.
+    elements, ``oktopk`` and ``gtopk`` only k of them. ``a2sgd``, which delivers nothing of it, is left out.
 
     Args:
       n, k, P, alpha, beta, node: as in :func:`predict`.
@@ -178,10 +191,10 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
         expected = predict(algorithm, n, k, P, alpha, beta, node=node).expected.seconds
         return expected if algorithm in DENSE else expected + selection
 
-    return min(ALGORITHMS, key=seconds)
+    return min((name for name in ALGORITHMS if name not in DIFFERING), key=seconds)
 
 
-def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tuple[Cost, Cost]:
+def exact(tx: SparseAllReduce | A2SGD, params: Any, size: int | tuple[int, int]) -> tuple[Cost, Cost]:
     """What a worker sends in one ``tx.update``, in this implementation: bytes and messages, by closed formulas.
 
     It is what :func:`jsparse.traffic` reads off the traced program, at less expense. What typing a result under
@@ -200,11 +213,12 @@ def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tupl
     >>> least == most, most.bytes, most.messages
     (True, 5614, 9)
     """
-    config = tx.config
     sizes = size if isinstance(size, tuple) else (size,)
-    if len(sizes) != len(config.levels):
+    if len(sizes) != (1 if isinstance(tx, A2SGD) else len(tx.config.levels)):
         raise ValueError(f"size is {size}; give one number, and two, (nodes, workers of a node), for hitopk and torus")
-    carried, parts = [], []
+    if isinstance(tx, A2SGD):
+        return in_turn(tx.config.sends(params, sizes[0]))
+    config, carried, parts = tx.config, [], []
     for bucket in config.plan(params):
         how, dtype = config.of(bucket), bucket.layout.dtype
         n = -(-bucket.layout.n // math.prod(sizes[1:]))
@@ -245,5 +259,7 @@ def _begin(how: Config, n: int, size: int, dtype: DTypeLike) -> tuple[jax.Array,
 
 #: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.
 ALGORITHMS = tuple(MODELS)
+#: Those of them that leave workers with updates of their own: what they save is not to be compared with the others'.
+DIFFERING = ("a2sgd",)
 #: Those of them that send whole gradients.
 DENSE = ("dense", "parameter_server", "torus", "dense_hierarchical")

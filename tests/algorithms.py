@@ -73,8 +73,8 @@ def wired(preset: Callable[..., jsparse.SparseAllReduce], values: Any, **kwargs:
 
 
 select, quantize = jsparse.select, jsparse.quantize
-# Values that stay whole numbers; and others, which depend on what else is in the message.
-BF16, LEVELS = quantize.BFloat16(), quantize.QSGD(7, 64, "max", contract=True)
+# Values that stay whole numbers; others, which depend on what else is in the message; and on chance, too.
+BF16, BLOCKS, LEVELS = quantize.BFloat16(), quantize.Block8(64), quantize.QSGD(7, 64, "max", contract=True)
 # Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
@@ -196,14 +196,14 @@ ROWS = [
     Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
     Row("topk_allgather-codebook", wired(jsparse.topk_allgather, quantize.Codebook(2)), sizes=(3,), exact=False),
     Row("oktopk-bf16", wired(jsparse.oktopk, BF16), sizes=(3, 8), bound=oktopk_compact_bound),
-    Row("oktopk-levels", wired(jsparse.oktopk, LEVELS), sizes=(8,), exact=False),
+    Row("oktopk-blocks", wired(jsparse.oktopk, BLOCKS), sizes=(8,), exact=False),
     Row("gtopk-bf16", wired(jsparse.gtopk, BF16), sizes=(5,)),
     Row("gtopk-levels", wired(jsparse.gtopk, LEVELS), sizes=(3,), exact=False),
-    Row("gtopk-tree-levels", wired(jsparse.gtopk, LEVELS, topology="tree"), sizes=(5,), exact=False),
+    Row("gtopk-tree-blocks", wired(jsparse.gtopk, BLOCKS, topology="tree"), sizes=(5,), exact=False),
     Row("ssar_recursive_doubling-bf16", wired(jsparse.ssar_recursive_doubling, BF16), sizes=(8,)),
-    Row("ssar_recursive_doubling-levels", wired(jsparse.ssar_recursive_doubling, LEVELS), sizes=(5,), exact=False),
+    Row("ssar_recursive_doubling-blocks", wired(jsparse.ssar_recursive_doubling, BLOCKS), sizes=(5,), exact=False),
     Row("ssar_split_allgather-bf16", wired(jsparse.ssar_split_allgather, BF16), sizes=(8,)),
-    Row("ssar_split_allgather-levels", wired(jsparse.ssar_split_allgather, LEVELS), sizes=(3,), exact=False),
+    Row("ssar_split_allgather-blocks", wired(jsparse.ssar_split_allgather, BLOCKS), sizes=(3,), exact=False),
     Row(
         "dsar_split_allgather-quantized",
         lambda comm, density: jsparse.sparse_allreduce(

@@ -214,6 +214,30 @@ def oktopk(
     return Expected(total, delivered, exact)
 
 
+def a2sgd(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Algorithm 1 of A2SGD, lines 3 to 7, on gradients of shape ``(P, n)``, each with means of its own.
+
+    By equation 2 and line 6 as they are printed, but that zeros, where no element is positive, stay.
+    """
+    updates = []
+    for gradients in leaves:
+        workers = []
+        for g in gradients.astype(np.float64):
+            plus = np.mean(g[g >= 0]) if (g >= 0).any() else 0.0
+            minus = np.mean(np.abs(g[g < 0])) if (g < 0).any() else 0.0
+            pos = np.where((g >= plus) & (g > 0), 1.0, 0.0)
+            neg = np.where((g <= -minus) & (g < 0), 1.0, 0.0)
+            workers.append((g, pos, neg, plus, minus))
+        shared_plus = np.mean([plus for *_, plus, _ in workers])
+        shared_minus = np.mean([minus for *_, minus in workers])
+        rows = []
+        for g, pos, neg, plus, minus in workers:
+            eps = g - (pos * plus - neg * minus)
+            rows.append(eps + pos * shared_plus - neg * shared_minus)
+        updates.append(np.stack(rows))
+    return updates
+
+
 def _ordered_sum(rows: np.ndarray) -> np.ndarray:
     total = np.zeros_like(rows[0])
     for row in rows:

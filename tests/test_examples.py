@@ -41,13 +41,15 @@ def test_the_demo_has_every_preset():
         name
         for name in jsparse.__all__
         if inspect.isfunction(getattr(jsparse, name))
-        and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
+        and inspect.signature(getattr(jsparse, name)).return_annotation in (jsparse.SparseAllReduce, jsparse.A2SGD)
     }
     assert presets - {"sparse_allreduce", "quantized"} <= set(train.ALGORITHMS)
 
 
 @pytest.mark.parametrize(
-    "names", [["hitopk", "dsar_split_allgather"], pytest.param(["all"], marks=pytest.mark.slow)], ids=", ".join
+    "names",
+    [["hitopk", "dsar_split_allgather"], ["a2sgd"], pytest.param(["all"], marks=pytest.mark.slow)],
+    ids=", ".join,
 )
 def test_the_demo_takes_any_of_them_by_name(names: list[str], tmp_path):
     figures = tmp_path / "runs.json"
@@ -225,6 +227,8 @@ def test_plan(tmp_path, capsys):
         assert name in out
         assert result["step_ms"] == pytest.approx(100 + result["communication_ms"]["expected"])
     assert results["dense"]["times_faster_than_dense"] == 1
+    assert (results["a2sgd"]["sends_bytes"], results["a2sgd"]["sends_messages"]) == ([16, 16], [10, 10])
+    assert results["a2sgd"]["bytes"]["expected"] == 16 * 31 / 32
     assert results["topk_allgather"]["communication_ms"]["expected"] == pytest.approx(57.98, rel=1e-3)
     assert results["topk_allgather"]["sends_bytes"] == [6_200_000 + 16] * 2
     assert results["gtopk_tree"]["sends_bytes"] == [2_000_000 + 16] * 2

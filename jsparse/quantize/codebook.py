@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Exact, Quantizer, pack, packed_words, unpack
+from ._base import Exact, Quantizer, pack, packed_words, total, unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,9 @@ class Codebook(Quantizer):
         high = jnp.max(logs, where=used, initial=-jnp.inf)
         part = (logs - low) / jnp.where(high > low, high - low, 1)
         bins = jnp.clip(jnp.where(used, part, 0) * self._bins, 0, self._bins - 1).astype(jnp.int32)
-        # A sum over each bin by comparison: a scatter would add in no particular order on a GPU.
         members = (bins[None] == jnp.arange(self._bins)[:, None]) & used[None]
         top = jnp.max(magnitudes, initial=0)
-        sums = jnp.sum(jnp.where(members, (magnitudes / jnp.where(top > 0, top, 1))[None], 0), axis=1)
+        sums = total(jnp.where(members, (magnitudes / jnp.where(top > 0, top, 1))[None], 0))
         book = top * (sums / jnp.maximum(jnp.sum(members, axis=1), 1))
         digits = 2 * bins + (values < 0)
         return jnp.concatenate([Exact().encode(book.astype(values.dtype), key), pack(digits, 2 * self._bins)])

@@ -16,6 +16,7 @@ from ._base import (
     in_buckets,
     largest,
     share,
+    total,
     variance_factor,
 )
 
@@ -64,7 +65,7 @@ class QSGD(Quantizer):
         scale = largest(rows)
         if self.scale == "norm":
             # Of shares, so that no square overflows; nor must the norm.
-            norm = scale * jnp.sqrt(jnp.sum(share(rows, scale) ** 2, axis=1))
+            norm = scale * jnp.sqrt(total(share(rows, scale) ** 2))
             scale = jnp.where(jnp.isfinite(scale), jnp.minimum(norm, jnp.finfo(values.dtype).max), scale)
         exact = self.levels * share(rows, scale)
         level = jnp.floor(exact + jax.random.uniform(key, rows.shape, values.dtype))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Quantizer, Scaled, check_bucket, in_buckets, largest, share
+from ._base import Quantizer, Scaled, check_bucket, in_buckets, largest, share, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sign(Quantizer):
         members = rows != 0 if self.zeros else in_buckets(jnp.ones_like(values), self.bucket)
         count = jnp.maximum(jnp.sum(members, axis=1, dtype=values.dtype), 1)
         # Of shares, so that no sum overflows.
-        mean = most * (jnp.sum(share(rows, most), axis=1) / count)
+        mean = most * (total(share(rows, most)) / count)
         scale = jnp.where(jnp.isfinite(most), mean, most)
         digits = jnp.sign(rows) + 1 if self.zeros else rows >= 0
         return self._layout.encode(scale, jnp.where(jnp.isfinite(rows), digits, 0), m)
