@@ -1,6 +1,7 @@
 """All-reduce of dense vectors in fewer bits."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -26,7 +27,8 @@ class Quantized:
     Attributes:
       quantize: the quantizer.
       split: how they travel. False, as in QSGD: everyone's whole vector to everyone. True: each worker sums a part of
-        the vector and quantizes the sum again, so that little more is sent however many workers there are.
+        the vector and quantizes the sum again, so that little more is sent however many workers there are. What that
+        rounds away it has in its residual, unrounded until the next sum.
 
     **Cost**, with b bits a value: ``(P-1) n b/32`` words and ``log P`` messages; split ``2 (P-1)/P n b/32`` words and
     ``P - 1 + log P`` messages.
@@ -57,17 +59,24 @@ class Quantized:
         n, size, dtype = x.shape[0], comm.size, x.dtype
         if not self.split:
             message = self.quantize.encode(x, key)
-            total = self._sum(comm.all_gather(message), n, dtype)
+            rows = comm.all_gather(message)
+            total = _sum(rows, lambda i: self.quantize.decode(rows[i], n, dtype), n, dtype)
             return total, self.quantize.decode(message, n, dtype), state
-        block = -(-n // size)
-        rows = jnp.pad(x, (0, block * size - n)).reshape(size, block)
-        messages = jax.vmap(self.quantize.encode)(rows, jax.random.split(key, size))
-        read = jax.vmap(lambda message: self.quantize.decode(message, block, dtype))(messages)
-        mine = self._sum(comm.all_to_all(messages), block, dtype)
+        block, rank = -(-n // size), comm.rank()
+        parts = jnp.pad(x, (0, block * size - n)).reshape(size, block)
+        messages = jax.vmap(self.quantize.encode)(parts, jax.random.split(key, size))
+        arrived = comm.all_to_all(messages)
+
+        def part(i):
+            # What a worker does not send to another is not rounded.
+            return jnp.where(i == rank, parts[rank], self.quantize.decode(arrived[i], block, dtype))
+
+        mine = _sum(arrived, part, block, dtype)
         # Another step's number, so that the two roundings draw different numbers.
         everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
-        own = lax.iota(jnp.int32, size)[:, None] == comm.rank()
-        delivered = jnp.where(own, read + (rounded - mine)[None], read)
+        read = jax.vmap(lambda message: self.quantize.decode(message, block, dtype))(messages)
+        own = lax.iota(jnp.int32, size)[:, None] == rank
+        delivered = jnp.where(own, parts + (rounded - mine)[None], read)
         return everyone.reshape(-1)[:n], delivered.reshape(-1)[:n], state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
@@ -75,10 +84,8 @@ class Quantized:
         gather = collective_cost("all_gather", row, size)
         return in_turn(collective_cost("all_to_all", size * row, size), gather) if self.split else in_turn(gather)
 
-    def _sum(self, messages: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        """The sum of what the rows say, in their order, one vector at a time."""
 
-        def add(total, message):
-            return total + self.quantize.decode(message, m, dtype), None
-
-        return lax.scan(add, varying_as(jnp.zeros(m, dtype), messages), messages)[0]
+def _sum(rows: jax.Array, read: Callable[[jax.Array], jax.Array], m: int, dtype: DTypeLike) -> jax.Array:
+    """The sum of what is read of each row, by its number: in their order, one vector at a time."""
+    start = varying_as(jnp.zeros(m, dtype), rows)
+    return lax.fori_loop(0, rows.shape[0], lambda i, total: total + read(i), start)
