@@ -47,7 +47,7 @@ ALGORITHMS = {
     "block8": lambda density: jsparse.quantized("workers", quantize=quantize.Block8()),
     "qsgd": lambda density: jsparse.qsgd("workers"),
     "terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
-    "sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign()),
+    "sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign(64), split=False),
 }
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
