@@ -177,12 +177,12 @@ def test_bits(quantizer, bits: float):
     assert quantizer.words(m, np.float32) == scales + m * bits / 32
 
 
-def residual_norms(quantizer, steps: int, error_feedback: bool = True) -> list[float]:
+def residual_norms(quantizer, steps: int, scale: np.ndarray | float = 1.0) -> list[float]:
     """Of one vector under error feedback, over its gradient's."""
     residual, norms = np.zeros(M), []
     code = jax.jit(lambda acc, key: quantizer.decode(quantizer.encode(acc, key), M, jnp.float32))
     for step in range(steps):
-        gradient = vector(seed=step)
+        gradient = scale * vector(seed=step)
         acc = jnp.asarray(residual + gradient, jnp.float32)
         residual = np.asarray(acc - code(acc, jax.random.key(step)), np.float64)
         norms.append(np.linalg.norm(residual) / np.linalg.norm(gradient))
@@ -197,6 +197,15 @@ def test_error_feedback_needs_a_contraction():
         omega = 32 if getattr(quantizer, "contract", False) else 4
         assert max(norms) < 2 * omega
         assert np.mean(norms[150:]) < 1.2 * np.mean(norms[100:150])
+
+
+def test_signs_want_small_buckets():
+    """Where magnitudes differ within a bucket, much waits in the residual."""
+    scale = np.exp(np.random.default_rng(1).normal(0, 1, M))
+    means = [np.mean(residual_norms(q, 150, scale)[100:]) for q in (Sign(), Sign(64), Sign(8), Block8())]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 2 * means[2]
+    assert means[3] < 0.02
 
 
 def test_unbiased_means_of_a_whole_step():
