@@ -205,7 +205,7 @@ def test_signs_want_small_buckets():
     means = [np.mean(residual_norms(q, 150, scale)[100:]) for q in (Sign(), Sign(64), Sign(8), Block8())]
     assert means == sorted(means, reverse=True)
     assert means[0] > 2 * means[2]
-    assert means[3] < 0.02
+    assert means[3] < 0.05
 
 
 def test_unbiased_means_of_a_whole_step():
