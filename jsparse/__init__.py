@@ -2,6 +2,7 @@
 
 from . import allreduce, cost, select, wire
 from ._comm import AxisComm, Comm
+from ._parts import in_parts, map_in_parts
 from ._per_worker import PerWorkerState, per_worker
 from ._presets import (
     dense,
@@ -17,6 +18,7 @@ from ._presets import (
     topk_dsa,
     torus,
 )
+from ._sharded import sharded
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
@@ -24,6 +26,7 @@ from ._synchronise import SparseAllReduceState
 from ._traffic import Traffic, traffic
 from ._train_step import TrainState, TrainStep, local_value_and_grad, train_step
 from ._transform import SparseAllReduce, sparse_allreduce
+from ._trust_ratio import lamb, lars, scale_by_trust_ratio
 
 __all__ = [
     "AxisComm",
@@ -44,13 +47,19 @@ __all__ = [
     "gaussiank",
     "gtopk",
     "hitopk",
+    "in_parts",
     "init",
+    "lamb",
+    "lars",
     "local_value_and_grad",
+    "map_in_parts",
     "oktopk",
     "parameter_server",
     "per_worker",
     "residual",
+    "scale_by_trust_ratio",
     "select",
+    "sharded",
     "sparse_allreduce",
     "ssar_recursive_doubling",
     "ssar_split_allgather",
