@@ -68,7 +68,7 @@ def scale_by_trust_ratio(
             either = (param_norm == 0) | (update_norm == 0)
             return update * jnp.where(either, jnp.ones((), weight.dtype), ratio)
 
-        squares = _sums_of_squares(comm, list(zip(leaves, weights, strict=True)))
+        squares = sums_of_squares(comm, list(zip(leaves, weights, strict=True)))
         return jax.tree.unflatten(treedef, map(scaled, leaves, weights, squares)), state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)
@@ -159,7 +159,7 @@ def lamb(
     )
 
 
-def _sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+def sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
     """Of each update and its parameter, the sum of squares."""
     whole = [pair[0].size for pair in pairs]
     pieces = cut(whole, comm.size)
