@@ -27,7 +27,7 @@ import rich.table
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._comm import AxisComm, Comm
+from .._comm import AxisComm
 from .._sharded import sharded
 from .._state import state_specs
 from .._traffic import traffic
@@ -250,7 +250,7 @@ def show(figures: dict[str, Any]) -> None:
     )
     table.add_column("what", no_wrap=True)
     table.add_column("how", no_wrap=True)
-    for name in ("together ms", "range", "faster", "alone ms", "faster", "words", "messages", "state MB"):
+    for name in ("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"):
         table.add_column(name, justify="right")
     for form in figures["forms"]:
         together, alone = form["together"], form["alone"]
@@ -258,7 +258,7 @@ def show(figures: dict[str, Any]) -> None:
             form["task"],
             form["name"],
             f"{together['median_ms']:.1f}",
-            f"{together['min_ms']:.0f} to {together['max_ms']:.0f}",
+            f"{together['min_ms']:.0f}-{together['max_ms']:.0f}",
             f"{together['times_faster']:.2f} x",
             f"{alone['median_ms']:.1f}",
             f"{alone['times_faster']:.2f} x",
