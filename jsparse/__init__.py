@@ -3,7 +3,7 @@
 from . import allreduce, cost, select, wire
 from ._comm import AxisComm, Comm
 from ._parts import in_parts, map_in_parts
-from ._per_worker import PerWorkerState, per_worker
+from ._per_worker import PerWorkerState, ShardedState, per_worker
 from ._presets import (
     dense,
     dsar_split_allgather,
@@ -32,6 +32,7 @@ __all__ = [
     "AxisComm",
     "Comm",
     "PerWorkerState",
+    "ShardedState",
     "SparseAllReduce",
     "SparseAllReduceState",
     "SparseVector",

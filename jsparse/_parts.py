@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._comm import AxisComm, Comm, CommLike, as_comm
+from ._comm import AxisComm, Comm, CommLike, as_comm, axes_of
 
 Task = TypeVar("Task")
 
@@ -181,8 +181,7 @@ def unpack(message: jax.Array, shapes: Sequence[Any], unit: jnp.dtype) -> list[j
 
 def check_alike(comm: Comm, tree: Any, what: str) -> None:
     """Refuses what types tell to differ between the workers."""
-    axes = comm.axis if isinstance(comm, AxisComm) and isinstance(comm.axis, tuple) else ()
-    levels = [comm, *map(AxisComm, axes)]
+    levels = [comm, *map(AxisComm, axes_of(comm))]
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if any(level.typed and level.may_differ(leaf) for level in levels):
             raise ValueError(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._comm import Comm, CommLike, as_comm
+from ._comm import Comm, CommLike, as_comm, axes_of
 from ._elementwise import mixing_primitive
 from ._parts import all_gather, check_alike
-from ._per_worker import PerWorkerState, per_worker
+from ._per_worker import PerWorkerState, ShardedState, per_worker
 
 
 def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientTransformationExtraArgs:
@@ -21,7 +21,9 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
     stands *after* the all-reduce in a chain: updates and parameters are alike on all workers. A worker's part of a leaf
     is a stretch of it, raveled, ``ceil(size / P)`` long and filled up with zeros at the end; ``tx`` sees it with the
     leaf's number of axes, all but the first of length 1, so that masks by path and by ``ndim`` do what they should.
-    Gathering costs more traffic than a sparse all-reduce saves: it is for memory, and for fast networks.
+    Gathering costs more traffic than a sparse all-reduce saves: it is for memory, and for fast networks. Over two
+    levels ``comm`` may be the axis inside a node alone: each node holds the whole state, and nothing passes between
+    nodes.
 
     Args:
       tx: a transformation, or a chain, that treats each element by itself, such as ``optax.adamw``; schedules may
@@ -29,7 +31,7 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
       comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
 
     Returns:
-      A gradient transformation, equal to ``tx`` to rounding. Its state is a :class:`PerWorkerState`, placed by
+      A gradient transformation, equal to ``tx`` to rounding. Its state is a :class:`ShardedState`, placed by
       :func:`init` and :func:`state_specs`; joined over the workers, an array of it is the leaf's, raveled and filled.
 
     Raises:
@@ -53,21 +55,21 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
     by_parts = per_worker(tx)
 
     def init_fn(params):
-        return comm.varying(by_parts.init(_part(comm, params)))
+        return ShardedState(comm.varying(by_parts.init(_part(comm, params)).inner), axes_of(comm))
 
     def update_fn(updates, state, params=None, **extra_args):
         check_alike(comm, updates, "update")
         own, own_params = _part(comm, updates), _part(comm, params)
         _check_state(by_parts.init, own if params is None else own_params, state)
         _check_elementwise(tx, own, own_params, extra_args)
-        own, state = by_parts.update(own, state, own_params, **extra_args)
+        own, after = by_parts.update(own, PerWorkerState(state.inner), own_params, **extra_args)
         leaves, treedef = jax.tree.flatten(own)
         shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
         whole = [
             parts.reshape(-1)[: math.prod(shape)].reshape(shape)
             for parts, shape in zip(all_gather(comm, leaves), shapes, strict=True)
         ]
-        return jax.tree.unflatten(treedef, whole), comm.varying(state)
+        return jax.tree.unflatten(treedef, whole), ShardedState(comm.varying(after.inner), state.axis)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -98,7 +100,7 @@ def _check_elementwise(tx: optax.GradientTransformationExtraArgs, own: Any, own_
         )
 
 
-def _check_state(init: Any, own: Any, state: PerWorkerState) -> None:
+def _check_state(init: Any, own: Any, state: ShardedState) -> None:
     have, want = (
         [leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (state.inner, jax.eval_shape(init, own).inner)
     )

@@ -184,8 +184,8 @@ def sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) ->
 def cut(sizes: Sequence[int], workers: int) -> list[Piece]:
     """The leaves in pieces of at most a ``workers``-th of all their elements.
 
-    >>> cut([10, 2], 3)
-    [Piece(leaf=0, begin=0, end=4), Piece(leaf=0, begin=4, end=8), Piece(leaf=0, begin=8, end=10), ...]
+    >>> cut([6, 2], 2)
+    [Piece(leaf=0, begin=0, end=4), Piece(leaf=0, begin=4, end=6), Piece(leaf=1, begin=0, end=2)]
     """
     limit = max(1, -(-sum(sizes) // workers))
     return [

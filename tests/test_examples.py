@@ -211,7 +211,6 @@ def test_bench_pto(tmp_path, capsys, monkeypatch):
         assert form["together"]["median_ms"] > 0
         assert form["alone"]["median_ms"] > 0
         assert (form["words"] > 0) == (form["name"] == "in parts")
-        assert form["words"] % 2 == 0
     state = {form["name"]: form["state_bytes"] for form in results["forms"] if form["task"] == "Adam"}
     assert state["each worker"] == 2 * 4 * results["parameters"] + 4
     assert state["in parts"] == pytest.approx(state["each worker"] / 3, rel=0.05)

@@ -368,22 +368,33 @@ def test_sharded_everywhere(size: int, transport: str):
         np.testing.assert_allclose(mine[0], np.asarray(whole), rtol=2e-6, atol=1e-7)
 
 
-def test_over_two_levels():
-    """After a preset of two levels, both axes are given, as everywhere."""
+@pytest.mark.parametrize("along", [("nodes", "gpus"), "gpus"], ids=str)
+def test_over_two_levels(along):
+    """After a preset of two levels: among all workers, or inside each node."""
     params, axes = {"b": jnp.ones(7), "w": jnp.linspace(-1, 1, 600).reshape(20, 30)}, ("nodes", "gpus")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), axes)
     ends = []
     for optimizers in (
         [optax.lars(0.1), optax.adam(0.1)],
-        [jsparse.lars(axes, 0.1), jsparse.sharded(optax.adam(0.1), axes)],
+        [jsparse.lars(along, 0.1), jsparse.sharded(optax.adam(0.1), along)],
     ):
         step = jsparse.train_step(loss_fn, optax.chain(jsparse.torus(*axes), *optimizers), mesh, axes)
         state = step.init(params)
         for _ in range(2):
             state, _ = step(state, jnp.ones(6))
-        ends.append(state.params)
+        ends.append(state)
     for name in params:
-        np.testing.assert_allclose(ends[1][name], ends[0][name], 2e-6, 2e-6)
+        np.testing.assert_allclose(ends[1].params[name], ends[0].params[name], 2e-6, 2e-6)
+    parts = 6 if along == axes else 3
+    (moment,) = {leaf.shape for leaf in jax.tree.leaves(ends[1].opt_state[2]) if leaf.ndim == 2}
+    assert moment == (600, 1)
+    assert {
+        shard.data.shape for leaf in jax.tree.leaves(ends[1].opt_state[2]) for shard in leaf.addressable_shards
+    } == {
+        (1,),
+        (-(-7 // parts),),
+        (600 // parts, 1),
+    }
 
 
 ELEMENTWISE = {

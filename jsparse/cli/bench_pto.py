@@ -272,13 +272,13 @@ def show(figures: dict[str, Any]) -> None:
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws two bars for each form, together and alone."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
     names = [f"{form['task']}, {form['name']}" for form in figures["forms"]]
     for kind, part in zip(("together", "alone"), axes, strict=True):
         part.bar_label(part.barh(names, [form[kind]["median_ms"] for form in figures["forms"]]), fmt="%.1f", padding=3)
-        part.invert_yaxis()
-        part.set(xlabel="median ms", title=kind, yticklabels=names if kind == "together" else [])
+        part.set(xlabel="median ms", title=kind)
         part.margins(x=0.2)
+    axes[0].invert_yaxis()
     figure.suptitle(f"{figures['parameters']:,} parameters, {figures['workers']} workers")
     figure.savefig(path, dpi=120)
     plt.close(figure)
