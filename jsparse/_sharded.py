@@ -52,13 +52,14 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
       Data-Parallel Training, 2020.
     """
     comm, tx = as_comm(comm), optax.with_extra_args_support(tx)
-    by_parts = per_worker(tx)
+    by_parts: Any = per_worker(tx)
 
-    def init_fn(params):
+    def init_fn(params) -> Any:
         return ShardedState(comm.varying(by_parts.init(_part(comm, params)).inner), axes_of(comm))
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
         check_alike(comm, updates, "update")
+        check_alike(comm, params, "parameter")
         own, own_params = _part(comm, updates), _part(comm, params)
         _check_state(by_parts.init, own if params is None else own_params, state)
         _check_elementwise(tx, own, own_params, extra_args)
