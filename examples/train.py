@@ -53,9 +53,11 @@ DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
 REPLICAS_DIFFER = ("a2sgd",)
 OPTIMIZERS = {
-    "sgd": lambda rate: optax.sgd(rate or 0.1),
-    "momentum": lambda rate: optax.sgd(rate or 0.05, momentum=0.9),
-    "adam": lambda rate: optax.adam(rate or 1e-3),
+    "sgd": lambda axis, rate: optax.sgd(rate or 0.1),
+    "momentum": lambda axis, rate: optax.sgd(rate or 0.05, momentum=0.9),
+    "adam": lambda axis, rate: optax.adam(rate or 1e-3),
+    "lars": lambda axis, rate: jsparse.lars(axis, rate or 5.0),
+    "lamb": lambda axis, rate: jsparse.lamb(axis, rate or 0.01),
 }
 
 
@@ -109,7 +111,7 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
         return jnp.mean(jnp.argmax(logits, axis=-1) == y)
 
     mesh, axis = make_mesh(name, args.workers)
-    tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](args.learning_rate))
+    tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](axis, args.learning_rate))
     differ = name in REPLICAS_DIFFER
     step = jsparse.train_step(loss_fn, tx, mesh, axis, params="per_worker" if differ else "replicated")
     state = step.init(params)
@@ -169,7 +171,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, help="default: 40 for digits, 3 for the others")
     parser.add_argument("--batch", type=int, default=16, help="examples a worker a step (default 16)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
-    parser.add_argument("--learning-rate", type=float, help="default: 0.1 for sgd, 0.05 for momentum, 0.001 for adam")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        help="default: 0.1 for sgd, 0.05 for momentum, 0.001 for adam, 5 for lars, 0.01 for lamb",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", default="train.png")

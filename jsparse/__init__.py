@@ -3,7 +3,8 @@
 from . import allreduce, cost, quantize, select, wire
 from ._a2sgd import A2SGD
 from ._comm import AxisComm, Comm
-from ._per_worker import PerWorkerState, per_worker
+from ._parts import in_parts, map_in_parts
+from ._per_worker import PerWorkerState, ShardedState, per_worker
 from ._presets import (
     a2sgd,
     dense,
@@ -21,6 +22,7 @@ from ._presets import (
     topk_dsa,
     torus,
 )
+from ._sharded import sharded
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
@@ -28,12 +30,14 @@ from ._synchronise import SparseAllReduceState
 from ._traffic import Traffic, traffic
 from ._train_step import TrainState, TrainStep, local_value_and_grad, sync_params, train_step
 from ._transform import SparseAllReduce, sparse_allreduce
+from ._trust_ratio import lamb, lars, scale_by_trust_ratio
 
 __all__ = [
     "A2SGD",
     "AxisComm",
     "Comm",
     "PerWorkerState",
+    "ShardedState",
     "SparseAllReduce",
     "SparseAllReduceState",
     "SparseVector",
@@ -50,8 +54,12 @@ __all__ = [
     "gaussiank",
     "gtopk",
     "hitopk",
+    "in_parts",
     "init",
+    "lamb",
+    "lars",
     "local_value_and_grad",
+    "map_in_parts",
     "oktopk",
     "parameter_server",
     "per_worker",
@@ -59,7 +67,9 @@ __all__ = [
     "quantize",
     "quantized",
     "residual",
+    "scale_by_trust_ratio",
     "select",
+    "sharded",
     "sparse_allreduce",
     "ssar_recursive_doubling",
     "ssar_split_allgather",

@@ -183,6 +183,12 @@ def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
+def axes_of(comm: Comm) -> tuple[str, ...]:
+    """The names of the axes along which the workers stand; none for a Comm of another kind."""
+    axis = comm.axis if isinstance(comm, AxisComm) else ()
+    return (axis,) if isinstance(axis, str) else axis
+
+
 CommLike: TypeAlias = str | tuple[str, ...] | Comm
 
 

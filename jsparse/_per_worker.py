@@ -1,5 +1,6 @@
 """Transformations whose state differs between workers."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,20 @@ class PerWorkerState(NamedTuple):
     """
 
     inner: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardedState:
+    """State of :func:`sharded`: the inner state of a worker's parts, leading axes concatenating over its workers.
+
+    Attributes:
+      inner: the wrapped transformation's state, scalars as vectors of length 1.
+      axis: the mesh axes among which it is cut; along others it is alike.
+    """
+
+    inner: Any
+    axis: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels_pallas import varying_axes
 
 from ._comm import AxisComm
-from ._per_worker import PerWorkerState
+from ._per_worker import PerWorkerState, ShardedState
 from ._synchronise import SparseAllReduceState
 
-PER_WORKER = (SparseAllReduceState, PerWorkerState)
+PER_WORKER = (SparseAllReduceState, PerWorkerState, ShardedState)
 AxisName = str | tuple[str, ...]
 
 
@@ -97,8 +97,9 @@ def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
       axis: the mesh axis, or axes, along which the workers stand.
 
     Returns:
-      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers, and
-      ``PartitionSpec()`` elsewhere: ``in_specs`` and ``out_specs`` for ``jax.shard_map``.
+      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers (in a
+      :class:`ShardedState`, its own axes), and ``PartitionSpec()`` elsewhere: ``in_specs`` and ``out_specs`` for
+      ``jax.shard_map``.
 
     Raises:
       ValueError: a transformation before the all-reduce has a state that differs between workers and is not wrapped
@@ -109,6 +110,8 @@ def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
 
     def spec(state):
         whose = PartitionSpec(axis) if isinstance(state, PER_WORKER) else PartitionSpec()
+        if isinstance(state, ShardedState) and state.axis:
+            whose = PartitionSpec(state.axis)
         return jax.tree.map(lambda _: whose, state)
 
     return jax.tree.map(spec, opt_state, is_leaf=lambda state: isinstance(state, PER_WORKER))
@@ -239,7 +242,7 @@ def _check_order(state: Any, per_worker: bool = False) -> None:
 
 def _remembers(state: Any) -> bool:
     """Whether a state depends on gradients: whether it holds floats or flags, injected hyperparameters apart."""
-    if isinstance(state, PerWorkerState):
+    if isinstance(state, (PerWorkerState, ShardedState)):
         return False
     if hasattr(state, "hyperparams") and hasattr(state, "inner_state"):
         return _remembers(state.inner_state)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kernels_pallas import bitmap
 
 from ._buckets import Bucket, plan
-from ._comm import AxisComm, Comm
+from ._comm import Comm, axes_of
 from ._error_feedback import accumulate, largest, retain
 from ._flatten import Layout
 from ._ledger import Metered, add_words
@@ -93,7 +93,7 @@ class Config:
     intra: Comm | None = None
 
     def __post_init__(self):
-        axes = [name for comm in self.levels for name in _axes(comm)]
+        axes = [name for comm in self.levels for name in axes_of(comm)]
         if len(set(axes)) < len(axes):
             raise ValueError(
                 f"the axes are {axes}, one of them twice; name each once: over two levels, inter is the axis along "
@@ -246,11 +246,6 @@ def _not_finite(leaves: list[jax.Array]) -> jax.Array:
     """Whether any element is infinite or NaN: bool scalar."""
     wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
     return jnp.max(jnp.stack(wrong)) > 0
-
-
-def _axes(comm: Comm) -> tuple[str, ...]:
-    axis = comm.axis if isinstance(comm, AxisComm) else ()
-    return (axis,) if isinstance(axis, str) else axis
 
 
 def varying_over(levels: Sequence[Comm], tree: Any) -> Any:

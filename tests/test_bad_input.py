@@ -167,6 +167,57 @@ def test_local_value_and_grad_is_local(checked: bool):
     np.testing.assert_array_equal(grads, x)
 
 
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((), r"leading axes are \[\]"),
+        ((jnp.ones(3), jnp.ones(4)), r"leading axes are \[\(3,\), \(4,\)\]; .*map_in_parts"),
+        ((jnp.ones(()),), r"leading axes are \[\(\)\]; .*closure"),
+        ((jnp.ones(3, jnp.complex64),), "a result has type complex64"),
+        ((jnp.ones(3, jnp.int4),), "a result has type int4"),
+    ],
+)
+def test_arrays_that_have_no_parts(arrays, message: str):
+    with pytest.raises(ValueError, match=message):
+        over_workers(lambda _: jsparse.in_parts(lambda *xs: xs, AXIS, *arrays))
+
+
+def test_in_parts_without_a_row_for_each():
+    with pytest.raises(ValueError, match=r"of 2 rows fn made an array of shape \(\); it must return a row for each"):
+        over_workers(lambda _: jsparse.in_parts(jnp.sum, AXIS, jnp.ones(4)))
+
+
+def test_map_in_parts_of_complex_results():
+    with pytest.raises(ValueError, match="a result has type complex64"):
+        over_workers(lambda _: jsparse.map_in_parts(jnp.fft.fft, AXIS, [jnp.ones(4)]))
+
+
+def test_trust_ratios_without_parameters():
+    tx = jsparse.scale_by_trust_ratio(AXIS)
+    with pytest.raises(ValueError, match="need the parameters"):
+        over_workers(lambda _: tx.update(transports.zeros(), tx.init(transports.zeros())))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [jsparse.scale_by_trust_ratio(AXIS), jsparse.sharded(optax.sgd(0.1), AXIS)],
+    ids=["ratio", "sharded"],
+)
+def test_parts_of_what_is_not_alike(tx):
+    """Before the all-reduce, or without one."""
+    mesh = transports.mesh(2)
+    for chain in (tx, optax.chain(tx, jsparse.dense(AXIS))):
+        with pytest.raises(ValueError, match=r"\] differs between workers, .*: put this after the all-reduce"):
+            jsparse.init(chain, transports.zeros(), mesh, AXIS)
+
+
+def test_a_sharded_state_of_others():
+    tx = jsparse.sharded(optax.adam(0.1), AXIS)
+    state = jax.tree.map(lambda x: x[0], over_workers(lambda _: tx.init({"w": jnp.ones(8)})))
+    with pytest.raises(ValueError, match=r"have shapes .*\(4,\).*\(2,\).*for as many workers"):
+        over_workers(lambda _: tx.update({"w": jnp.ones(8)}, state), 4)
+
+
 def test_readers_of_a_state_without_ours():
     state = optax.adam(0.1).init({"w": jnp.ones(3)})
     for read in (jsparse.residual, jsparse.stats):

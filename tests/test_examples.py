@@ -14,6 +14,7 @@ import pytest
 import jsparse
 from examples import data, fill_in, train
 from jsparse import cli, cost
+from jsparse.cli import bench_pto
 
 DATA = os.environ.get("JSPARSE_DATA")
 
@@ -61,13 +62,16 @@ def test_the_demo_takes_any_of_them_by_name(names: list[str], tmp_path):
     assert all(run["loss"][-1] < run["loss"][0] for run in runs)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_options_of_the_demo(optimizer: str, tmp_path):
-    arguments = ["--algorithm", "oktopk", "--epochs", "1", "--workers", "3", "--density", "0.05", "--seed", "3"]
+@pytest.mark.parametrize(
+    ("optimizer", "algorithm"), [("sgd", "oktopk"), ("adam", "oktopk"), ("lars", "topk_allgather"), ("lamb", "torus")]
+)
+def test_options_of_the_demo(optimizer: str, algorithm: str, tmp_path):
+    arguments = ["--algorithm", algorithm, "--epochs", "1", "--workers", "3", "--density", "0.05", "--seed", "3"]
     figures = tmp_path / "runs.json"
     train.main([*arguments, "--optimizer", optimizer, "--json", str(figures), "--plot", str(tmp_path / "x.png")])
     (run,) = json.loads(figures.read_text())
     assert run["workers"] == 3
+    assert np.mean(run["loss"][-5:]) < np.mean(run["loss"][:5])
     assert (tmp_path / "x.png").exists()
 
 
@@ -209,6 +213,26 @@ def test_bench_select(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["distribution"] == "layered"
 
 
+def test_bench_pto(tmp_path, capsys, monkeypatch):
+    shapes = bench_pto.resnet50(4)[:9]
+    monkeypatch.setattr(bench_pto, "resnet50", lambda width: shapes)
+    plot, figures = tmp_path / "x.png", tmp_path / "x.json"
+    arguments = ["bench", "pto", "--workers", "3", "--repeats", "1"]
+    cli.main([*arguments, "--json", str(figures), "--plot", str(plot)])
+    out = capsys.readouterr().out
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    results = json.loads(figures.read_text())
+    assert (results["workers"], results["layers"]) == (3, 9)
+    for form in results["forms"]:
+        assert form["task"] in out
+        assert form["together"]["median_ms"] > 0
+        assert form["alone"]["median_ms"] > 0
+        assert (form["words"] > 0) == (form["name"] == "in parts")
+    state = {form["name"]: form["state_bytes"] for form in results["forms"] if form["task"] == "Adam"}
+    assert state["each worker"] == 2 * 4 * results["parameters"] + 4
+    assert state["in parts"] == pytest.approx(state["each worker"] / 3, rel=0.05)
+
+
 # gTop-k's cluster: 3.6e-5 ms an element of 4 bytes.
 PLAN = ["plan", "--parameters", "25000000", "--density", "0.001", "--workers", "32"]
 PLAN += ["--bandwidth", "0.88889", "--latency", "436"]
@@ -258,6 +282,8 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
         ([], "required"),
         (["bench", "select", "--density", "3"], "density is 3.0"),
         (["bench", "select", "--size", "0"], "at least 1"),
+        (["bench", "pto", "--workers", "0"], "at least 1"),
+        (["bench", "pto", "--workers", "1000"], "1000 workers need as many devices"),
         (["plan", "--workers", "4"], "--parameters, --bandwidth"),
         ([*PLAN, "--density", "0"], "density is 0.0"),
         ([*PLAN, "--parameters", "0"], "--parameters is 0"),

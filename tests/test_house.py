@@ -32,7 +32,7 @@ LAYERS = [
     {"jsparse.wire"},
     {"jsparse.select"},
     {"jsparse.allreduce"},
-    {"jsparse._error_feedback", "jsparse._two_levels"},
+    {"jsparse._error_feedback", "jsparse._two_levels", "jsparse._parts", "jsparse._elementwise"},
     {"jsparse._synchronise"},
     {
         "jsparse._transform",
@@ -42,6 +42,7 @@ LAYERS = [
         "jsparse._state",
         "jsparse._sync",
     },
+    {"jsparse._trust_ratio", "jsparse._sharded"},
     {"jsparse._train_step"},
     {"jsparse.cost"},
     {"jsparse.cli", "jsparse.__main__"},

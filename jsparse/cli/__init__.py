@@ -1,9 +1,9 @@
-"""The command line: ``jsparse plan``, ``jsparse bench select``."""
+"""The command line: ``jsparse plan``, ``jsparse bench select``, ``jsparse bench pto``."""
 
 import argparse
 from collections.abc import Sequence
 
-from . import bench_select, plan
+from . import bench_pto, bench_select, plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan.add_parser(commands)
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
     bench_select.add_parser(bench)
+    bench_pto.add_parser(bench)
     args = parser.parse_args(argv)
     try:
         args.run(args)
