@@ -28,7 +28,8 @@ from ._state import Stats, init, residual, state_specs, stats
 from ._sync import apply_sparse, sync
 from ._synchronise import SparseAllReduceState
 from ._traffic import Traffic, traffic
-from ._train_step import TrainState, TrainStep, local_value_and_grad, sync_params, train_step
+from ._train_state import TrainState, sync_params
+from ._train_step import TrainStep, local_value_and_grad, train_step
 from ._transform import SparseAllReduce, sparse_allreduce
 from ._trust_ratio import lamb, lars, scale_by_trust_ratio
 

@@ -43,6 +43,7 @@ LAYERS = [
         "jsparse._sync",
     },
     {"jsparse._trust_ratio", "jsparse._sharded"},
+    {"jsparse._train_state"},
     {"jsparse._train_step"},
     {"jsparse.cost"},
     {"jsparse.cli", "jsparse.__main__"},
