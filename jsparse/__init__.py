@@ -2,9 +2,12 @@
 
 from . import allreduce, cost, select, wire
 from ._comm import AxisComm, Comm
+from ._error_feedback import ErrorFeedback
 from ._per_worker import PerWorkerState, per_worker
+from ._phases import phases
 from ._presets import (
     dense,
+    dgc,
     dsar_split_allgather,
     gaussiank,
     gtopk,
@@ -28,6 +31,7 @@ from ._transform import SparseAllReduce, sparse_allreduce
 __all__ = [
     "AxisComm",
     "Comm",
+    "ErrorFeedback",
     "PerWorkerState",
     "SparseAllReduce",
     "SparseAllReduceState",
@@ -40,6 +44,7 @@ __all__ = [
     "apply_sparse",
     "cost",
     "dense",
+    "dgc",
     "dsar_split_allgather",
     "gaussiank",
     "gtopk",
@@ -49,6 +54,7 @@ __all__ = [
     "oktopk",
     "parameter_server",
     "per_worker",
+    "phases",
     "residual",
     "select",
     "sparse_allreduce",
