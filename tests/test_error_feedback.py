@@ -1,6 +1,7 @@
 """What is kept of what was not delivered: decayed, or less the mean."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transports import N
 SIZE, GPUS = 4, 2
 
 
+@functools.cache
 def row(feedback, levels: bool) -> Row:
     """Top-k and an all-gather, on one level or two."""
     select, gather = jsparse.select.TopK(0.05), jsparse.allreduce.TopkAllGather()
