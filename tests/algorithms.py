@@ -182,14 +182,6 @@ ROWS = [
         scale=32,
     ),
     Row(
-        "dgc-leaf",
-        lambda comm, density: jsparse.dgc(
-            comm, density=density, momentum=0.5, nesterov=True, scope="leaf", dense_below=10
-        ),
-        sizes=(3,),
-        scale=64,
-    ),
-    Row(
         "phases",
         lambda comm, density: dense_first(
             jsparse.dense(comm), jsparse.oktopk(comm, density=density), jsparse.gtopk(comm, density=density)

@@ -61,8 +61,7 @@ def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceStat
     velocity = np.zeros((size, N), np.float32)
     for places, carried in zip(buckets(row), state.buckets, strict=True):
         velocity[:, places] = np.asarray(carried.velocity).reshape(size, -1)
-    velocity = momentum.decay * velocity + gradient
-    return (momentum.decay * velocity + gradient if momentum.nesterov else velocity).astype(np.float32)
+    return np.float32(momentum.decay) * velocity + gradient
 
 
 def buckets(row: Row) -> list[np.ndarray]:
