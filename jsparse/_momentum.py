@@ -4,6 +4,7 @@ Deep Gradient Compression, section 3.1 to 3.3: what is added to the residual is 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -34,15 +35,17 @@ class Momentum:
 
     def correct(
         self, layout: Layout, velocity: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, size: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """The new velocity, and what is accumulated in place of the gradient; where not ``keep``, the old velocity."""
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The new velocity, where ``keep``; and what is accumulated in place of the gradient, by leaves."""
         limit = largest(velocity.dtype, size)
 
         def blend(vector):
             return layout.add_leaves(vector * jnp.where(keep, self.decay, 1).astype(vector.dtype), leaves, keep, limit)
 
         velocity = blend(velocity)
-        return velocity, blend(velocity) if self.nesterov else velocity
+        pushed = blend(velocity) if self.nesterov else velocity
+        # Added to the residual in windows, as a gradient is: in place.
+        return velocity, [pushed[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
 
     def mask(self, velocity: jax.Array, sent: SparseVector, delivered: SparseVector | jax.Array) -> jax.Array:
         """The velocity after a step: 0 where something of this worker's was delivered.

@@ -267,8 +267,7 @@ def reduce_buckets(
             layout = Layout.of(parts)
         momentum, velocity = how.momentum, before.velocity
         if momentum and velocity is not None:
-            velocity, corrected = momentum.correct(layout, velocity, parts, keep, comm.size)
-            parts, layout = [corrected], Layout.of([corrected])
+            velocity, parts = momentum.correct(layout, velocity, parts, keep, comm.size)
         x = acc = accumulate(layout, before.residual, parts, keep, comm.size)
         chosen = before.select
         if how.select is not None:

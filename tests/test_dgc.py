@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jsparse
 import oracles
@@ -108,3 +109,29 @@ def test_the_velocity_is_placed_with_its_worker():
     assert jsparse.residual(state).shape == (SIZE, N)
     ordinary = jsparse.init(jsparse.oktopk(AXIS, density=DENSITY), transports.zeros(), mesh, AXIS)
     assert ordinary.buckets[0].velocity is None
+
+
+def test_no_more_is_copied_than_without_a_velocity():
+    """Residual and velocity are updated in place."""
+    n, mesh, along = 1_000_000, transports.mesh(SIZE), PartitionSpec(AXIS)
+
+    def memory(tx):
+        leaves = [jax.ShapeDtypeStruct((n // 4,), jnp.float32)] * 4
+        init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=along)
+        grads = [jax.ShapeDtypeStruct((SIZE, n // 4), jnp.float32)] * 4
+        update = jax.shard_map(
+            lambda g, s: jsparse.sync(tx, [leaf[0] for leaf in g], s),
+            mesh=mesh,
+            in_specs=(along, along),
+            out_specs=(PartitionSpec(), along),
+        )
+        step = jax.jit(update, donate_argnums=1)
+        return step.lower(grads, jax.eval_shape(init, leaves)).compile().memory_analysis()
+
+    select = jsparse.select.SampledThreshold(0.01)
+    without, with_it = (
+        memory(jsparse.topk_allgather(AXIS, density=0.01, select=select)),
+        memory(jsparse.dgc(AXIS, density=0.01, select=select)),
+    )
+    assert with_it.temp_size_in_bytes <= without.temp_size_in_bytes + 0.1 * 4 * n
+    assert with_it.alias_size_in_bytes >= without.alias_size_in_bytes + 4 * n
