@@ -43,11 +43,14 @@ def test_the_demo_has_every_preset():
         if inspect.isfunction(getattr(jsparse, name))
         and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
     }
-    assert set(train.ALGORITHMS) == presets - {"sparse_allreduce"}
+    # What follows a hyphen is a variant of it.
+    assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {"sparse_allreduce", "phases"}
 
 
 @pytest.mark.parametrize(
-    "names", [["hitopk", "dsar_split_allgather"], pytest.param(["all"], marks=pytest.mark.slow)], ids=", ".join
+    "names",
+    [["hitopk", "dsar_split_allgather"], ["dgc", "oktopk-warmup"], pytest.param(["all"], marks=pytest.mark.slow)],
+    ids=", ".join,
 )
 def test_the_demo_takes_any_of_them_by_name(names: list[str], tmp_path):
     figures = tmp_path / "runs.json"
@@ -63,7 +66,10 @@ def test_the_demo_takes_any_of_them_by_name(names: list[str], tmp_path):
 def test_options_of_the_demo(optimizer: str, tmp_path):
     arguments = ["--algorithm", "oktopk", "--epochs", "1", "--workers", "3", "--density", "0.05", "--seed", "3"]
     figures = tmp_path / "runs.json"
-    train.main([*arguments, "--optimizer", optimizer, "--json", str(figures), "--plot", str(tmp_path / "x.png")])
+    schedule = ["--schedule", "warmup" if optimizer == "adam" else "constant"]
+    train.main(
+        [*arguments, "--optimizer", optimizer, *schedule, "--json", str(figures), "--plot", str(tmp_path / "x.png")]
+    )
     (run,) = json.loads(figures.read_text())
     assert run["workers"] == 3
     assert (tmp_path / "x.png").exists()
