@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ._buckets import Bucket
-from ._comm import Comm
 from ._density import check_steps
 from ._ledger import Metered
-from ._momentum import Momentum
 from ._synchronise import (
     BucketState,
     Config,
+    Phases,
     Reduced,
     SparseAllReduceState,
     Sums,
@@ -47,38 +45,6 @@ class PhasedState(NamedTuple):
     threshold: jax.Array
     selected: jax.Array
     states: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Phases:
-    """How gradients are synchronised in the phases of a run.
-
-    Attributes:
-      stages: how, in each; alike in what concerns the buckets and what is carried for them.
-      starts: the first step of each.
-    """
-
-    stages: tuple[Config, ...]
-    starts: tuple[int, ...]
-
-    @property
-    def shared(self) -> Config:
-        """A phase that says what is carried: a sparse one, if there is any."""
-        return next((stage for stage in self.stages if stage.allreduce.sparse), self.stages[0])
-
-    @property
-    def levels(self) -> tuple[Comm, ...]:
-        """The networks that a worker is in."""
-        return self.shared.levels
-
-    @property
-    def momentum(self) -> Momentum | None:
-        """Momentum before selection."""
-        return self.shared.momentum
-
-    def plan(self, tree: Any) -> list[Bucket]:
-        """Which leaves travel together."""
-        return self.shared.plan(tree)
 
 
 def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
@@ -112,7 +78,7 @@ def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
     messages overlap with nothing outside it.
 
     References:
-      Shi et al., gTop-k, ICDCS 2019, section IV.C (density warm-up); Shi et al., MLSys 2021, section 5.4 (sparse, then
+      Shi et al., gTop-k, ICDCS 2019, section IV-B (density warm-up); Shi et al., MLSys 2021, section 5.6 (sparse, then
       dense); the code of Li and Hoefler, PPoPP 2022 (dense at first).
     """
     config = _fit(*_parse(stages), flush)

@@ -155,6 +155,38 @@ class Config:
         return dataclasses.replace(self, select=None, allreduce=Dense(), error_feedback=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """How gradients are synchronised in the phases of a run.
+
+    Attributes:
+      stages: how, in each; alike in what concerns the buckets and what is carried for them.
+      starts: the first step of each.
+    """
+
+    stages: tuple[Config, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def shared(self) -> Config:
+        """A phase that says what is carried: a sparse one, if there is any."""
+        return next((stage for stage in self.stages if stage.allreduce.sparse), self.stages[0])
+
+    @property
+    def levels(self) -> tuple[Comm, ...]:
+        """The networks that a worker is in."""
+        return self.shared.levels
+
+    @property
+    def momentum(self) -> Momentum | None:
+        """Momentum before selection."""
+        return self.shared.momentum
+
+    def plan(self, tree: Any) -> list[Bucket]:
+        """Which leaves travel together."""
+        return self.shared.plan(tree)
+
+
 class Sums(NamedTuple):
     """The sums over the workers, before anything is made of them.
 

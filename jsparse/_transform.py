@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,10 @@ import optax
 from ._comm import Comm, CommLike, as_comm
 from ._error_feedback import ErrorFeedback
 from ._sparse_vector import SparseVector
-from ._synchronise import BucketState, Config, Report, SparseAllReduceState, Sums, synchronise, varying_over
+from ._synchronise import BucketState, Config, Phases, Report, SparseAllReduceState, Sums, synchronise, varying_over
 from .allreduce import AllReduce
 from .select import Selector
 from .wire import Full, Wire
-
-if TYPE_CHECKING:
-    from ._phases import Phases
 
 
 class SparseAllReduce(optax.GradientTransformationExtraArgs):
@@ -31,7 +28,7 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
         return SparseAllReduce(init, update)
 
     @property
-    def config(self) -> "Config | Phases":
+    def config(self) -> Config | Phases:
         """Its configuration."""
         return self.init.args[0]  # type: ignore[attr-defined]
 
