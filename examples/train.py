@@ -24,6 +24,19 @@ import jsparse
 from examples import data, report
 from jsparse import quantize, wire
 
+
+def warm_up(density: float) -> jsparse.SparseAllReduce:
+    """gTop-k's, in its paper: four epochs (here of 10 steps) of falling densities."""
+    densities = [max(density, high) for high in (0.25, 0.0725, 0.015, 0.004)]
+    first = [(10, jsparse.gtopk("workers", density=high)) for high in densities]
+    return jsparse.phases((*first, jsparse.gtopk("workers", density=density)))
+
+
+def dense_first(density: float) -> jsparse.SparseAllReduce:
+    """Ok-Topk's, in its authors' code: some dense steps."""
+    return jsparse.phases(((40, jsparse.dense("workers")), jsparse.oktopk("workers", density=density)))
+
+
 ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
     "torus": lambda density: jsparse.torus("nodes", "gpus"),
@@ -36,29 +49,47 @@ ALGORITHMS = {
     "ssar_split_allgather": lambda density: jsparse.ssar_split_allgather("workers", density=density),
     "dsar_split_allgather": lambda density: jsparse.dsar_split_allgather("workers", density=density),
     "hitopk": lambda density: jsparse.hitopk("nodes", "gpus", density=density),
+    "dgc": lambda density: jsparse.dgc("workers", density=density),
     "gtopk": lambda density: jsparse.gtopk("workers", density=density),
+    "gtopk-warmup": warm_up,
     "oktopk": lambda density: jsparse.oktopk("workers", density=density),
-    "oktopk_compact": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact()),
-    "oktopk_bf16": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.BFloat16())),
-    "oktopk_4bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(4))),
-    "oktopk_2bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(2))),
-    "bfloat16": lambda density: jsparse.quantized("workers", quantize=quantize.BFloat16()),
-    "float16": lambda density: jsparse.quantized("workers", quantize=quantize.Float16()),
-    "block8": lambda density: jsparse.quantized("workers", quantize=quantize.Block8()),
+    "oktopk-warmup": dense_first,
+    "oktopk-compact": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact()),
+    "oktopk-bf16": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.BFloat16())),
+    "oktopk-4bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(4))),
+    "oktopk-2bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(2))),
+    "quantized-bf16": lambda density: jsparse.quantized("workers", quantize=quantize.BFloat16()),
+    "quantized-fp16": lambda density: jsparse.quantized("workers", quantize=quantize.Float16()),
+    "quantized-8bit": lambda density: jsparse.quantized("workers", quantize=quantize.Block8()),
+    "quantized-sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign(64), split=False),
+    "quantized-terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
     "qsgd": lambda density: jsparse.qsgd("workers"),
-    "terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
-    "sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign(64), split=False),
 }
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
 REPLICAS_DIFFER = ("a2sgd",)
-OPTIMIZERS = {
-    "sgd": lambda axis, rate: optax.sgd(rate or 0.1),
-    "momentum": lambda axis, rate: optax.sgd(rate or 0.05, momentum=0.9),
-    "adam": lambda axis, rate: optax.adam(rate or 1e-3),
-    "lars": lambda axis, rate: jsparse.lars(axis, rate or 5.0),
-    "lamb": lambda axis, rate: jsparse.lamb(axis, rate or 0.01),
-}
+# Their momentum is in the updates already.
+OWN_MOMENTUM = ("dgc",)
+RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "lars": 5.0, "lamb": 0.01}
+
+
+def make_optimizer(
+    name: str, axis: str | tuple[str, ...], args: argparse.Namespace, steps: int
+) -> optax.GradientTransformation:
+    """What follows the all-reduce, in a run of so many steps."""
+    rate = args.learning_rate or RATES[args.optimizer]
+    if args.schedule == "warmup":
+        first = max(1, steps // 8)
+        up, down = optax.linear_schedule(rate / 10, rate, first), optax.polynomial_schedule(rate, 0.0, 2, steps - first)
+        rate = optax.join_schedules([up, down], [first])
+    match args.optimizer:
+        case "adam":
+            return optax.adam(rate)
+        case "lars":
+            return jsparse.lars(axis, rate)
+        case "lamb":
+            return jsparse.lamb(axis, rate)
+    return optax.sgd(rate, momentum=0.9 if args.optimizer == "momentum" and name not in OWN_MOMENTUM else None)
 
 
 class ConvNet(nnx.Module):
@@ -111,11 +142,6 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
         return jnp.mean(jnp.argmax(logits, axis=-1) == y)
 
     mesh, axis = make_mesh(name, args.workers)
-    tx = optax.chain(ALGORITHMS[name](args.density), OPTIMIZERS[args.optimizer](axis, args.learning_rate))
-    differ = name in REPLICAS_DIFFER
-    step = jsparse.train_step(loss_fn, tx, mesh, axis, params="per_worker" if differ else "replicated")
-    state = step.init(params)
-
     rng = np.random.default_rng(args.seed)
     size = args.batch * args.workers
     steps = len(images.train_y) // size
@@ -123,6 +149,11 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
         raise ValueError(
             f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers"
         )
+    tx = optax.chain(ALGORITHMS[name](args.density), make_optimizer(name, axis, args, args.epochs * steps))
+    differ = name in REPLICAS_DIFFER
+    step = jsparse.train_step(loss_fn, tx, mesh, axis, params="per_worker" if differ else "replicated")
+    state = step.init(params)
+
     losses, seconds, seen, accuracy = [], [], [], []
     task = progress.add_task(name, total=args.epochs * steps)
     for _ in range(args.epochs):
@@ -170,11 +201,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--density", type=float, default=0.01, help="elements kept, k / n (default 0.01)")
     parser.add_argument("--epochs", type=int, help="default: 40 for digits, 3 for the others")
     parser.add_argument("--batch", type=int, default=16, help="examples a worker a step (default 16)")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
+    parser.add_argument("--optimizer", choices=RATES, default="momentum")
     parser.add_argument(
         "--learning-rate",
         type=float,
-        help="default: 0.1 for sgd, 0.05 for momentum, 0.001 for adam, 5 for lars, 0.01 for lamb",
+        help=f"default: {', '.join(f'{rate} for {name}' for name, rate in RATES.items())}",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=["constant", "warmup"],
+        default="constant",
+        help="warmup: up from a tenth of the learning rate in the first eighth of the steps, then down to 0, squared",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")

@@ -3,11 +3,14 @@
 from . import allreduce, cost, quantize, select, wire
 from ._a2sgd import A2SGD
 from ._comm import AxisComm, Comm
+from ._error_feedback import ErrorFeedback
 from ._parts import in_parts, map_in_parts
 from ._per_worker import PerWorkerState, ShardedState, per_worker
+from ._phases import phases
 from ._presets import (
     a2sgd,
     dense,
+    dgc,
     dsar_split_allgather,
     gaussiank,
     gtopk,
@@ -37,6 +40,7 @@ __all__ = [
     "A2SGD",
     "AxisComm",
     "Comm",
+    "ErrorFeedback",
     "PerWorkerState",
     "ShardedState",
     "SparseAllReduce",
@@ -51,6 +55,7 @@ __all__ = [
     "apply_sparse",
     "cost",
     "dense",
+    "dgc",
     "dsar_split_allgather",
     "gaussiank",
     "gtopk",
@@ -64,6 +69,7 @@ __all__ = [
     "oktopk",
     "parameter_server",
     "per_worker",
+    "phases",
     "qsgd",
     "quantize",
     "quantized",

@@ -4,6 +4,7 @@ from typing import Literal
 
 from ._a2sgd import A2SGD, MeansConfig
 from ._comm import CommLike, as_comm
+from ._momentum import Momentum
 from ._synchronise import Config
 from ._transform import SparseAllReduce
 from .allreduce import (
@@ -19,7 +20,7 @@ from .allreduce import (
     TopkAllGather,
 )
 from .quantize import QSGD, Quantizer
-from .select import GaussianThreshold, Selector, TopK
+from .select import GaussianThreshold, SampledThreshold, Selector, TopK
 from .wire import Full, Wire
 
 
@@ -241,6 +242,66 @@ def gaussiank(
         wire=wire,
         scope=scope,
         dense_below=dense_below,
+    )
+
+
+def dgc(
+    comm: CommLike,
+    *,
+    density: float,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    clip_norm: float | None = None,
+    factor_masking: bool = True,
+    select: Selector | None = None,
+    allreduce: AllReduce | None = None,
+    wire: Wire = Full(),
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+) -> SparseAllReduce:
+    """Deep Gradient Compression: momentum before selection, so that what waits arrives with the momentum it gathered.
+
+    In each step a worker clips its gradient, adds it to its velocity, ``u = m u + g``, adds that to its residual,
+    ``v = v + u``, and selects from ``v``. Where its elements were delivered, ``v`` and ``u`` become 0. What follows is
+    plain SGD, ``optax.sgd(learning_rate)``: the momentum is in the updates. At density 1, and in the leaves of
+    ``dense_below``, nothing is masked, and that is momentum SGD. For the paper's warm-up see :func:`phases`.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1.
+      momentum: m, at least 0 and below 1.
+      nesterov: whether ``v`` takes up ``m u + g`` in place of ``u``.
+      clip_norm: the norm to which the *sum* of the workers' gradients is clipped: each clips its own to
+        ``clip_norm / sqrt(P)``. None does not clip. What is clipped is not fed back.
+      factor_masking: whether ``u`` becomes 0 where elements were delivered, so that old momentum pushes no further.
+      select: the selector; ``select.SampledThreshold(density)`` by default.
+      allreduce: how the selected elements are summed; the paper's, ``allreduce.TopkAllGather()``, by default.
+      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation. Its state holds a velocity beside the residual, both of shape ``(n,)`` on a worker.
+
+    Example::
+
+      tx = optax.chain(jsparse.dgc("data", density=0.001, clip_norm=1.0), optax.sgd(0.1))
+
+    **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a worker.
+
+    References:
+      Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018,
+      sections 3.1 to 3.3, Algorithm 4. At density 1 as their code does it.
+    """
+    return SparseAllReduce.of(
+        Config(
+            as_comm(comm),
+            SampledThreshold(density) if select is None else select,
+            allreduce or TopkAllGather(),
+            wire,
+            scope=scope,
+            dense_below=dense_below,
+            momentum=Momentum(momentum, nesterov, factor_masking),
+            clip_norm=clip_norm,
+        )
     )
 
 

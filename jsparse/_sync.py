@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from ._flatten import Layout
 from ._sparse_vector import SparseVector
-from ._synchronise import SparseAllReduceState, synchronise
+from ._synchronise import Config, SparseAllReduceState, synchronise
 from ._transform import SparseAllReduce
 
 
@@ -34,6 +34,10 @@ def sync(
         raise ValueError(
             f"tx is {type(tx).__name__}; sync takes a preset such as jsparse.oktopk(...) itself: apply what else a "
             "chain would hold (a learning rate, say) through the scale of jsparse.apply_sparse"
+        )
+    if not isinstance(tx.config, Config):
+        raise ValueError(
+            "the phases of a run have sums of different lengths; sync needs one sparse vector: use tx.update"
         )
     sums, state = synchronise(tx.config, grads, state)
     if len(sums.totals) != 1 or not isinstance(sums.totals[0], SparseVector):

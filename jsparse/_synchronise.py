@@ -13,9 +13,10 @@ from kernels_pallas import bitmap
 
 from ._buckets import Bucket, plan
 from ._comm import Comm, axes_of
-from ._error_feedback import accumulate, largest, retain
+from ._error_feedback import ErrorFeedback, accumulate, largest
 from ._flatten import Layout
 from ._ledger import Metered, add_words
+from ._momentum import Momentum, clip
 from ._sparse_vector import SparseVector
 from ._two_levels import gather, scatter
 from .allreduce import AllReduce, Dense
@@ -33,11 +34,13 @@ class BucketState(NamedTuple):
         None without error feedback.
       select: the selector's state.
       reduce: the all-reduce's state.
+      velocity: shape of the residual: with momentum correction this worker's momentum, otherwise None.
     """
 
     residual: jax.Array | None
     select: Any
     reduce: Any
+    velocity: jax.Array | None = None
 
 
 class Report(NamedTuple):
@@ -76,7 +79,7 @@ class SparseAllReduceState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How gradients are synchronised: the arguments of :func:`sparse_allreduce`, and ``intra``.
+    """How gradients are synchronised: the arguments of :func:`sparse_allreduce`, ``intra``, and those of ``dgc``.
 
     Where ``intra`` are the workers of a node, each of them has a shard of the node's sum, and ``comm`` are the workers
     that have the same shard, one on each node.
@@ -86,11 +89,13 @@ class Config:
     select: Selector | None
     allreduce: AllReduce
     wire: Wire = Full()
-    error_feedback: bool = True
+    error_feedback: bool | ErrorFeedback = True
     scope: Literal["global", "leaf"] = "global"
     dense_below: int = 0
     bucket_bytes: int | None = None
     intra: Comm | None = None
+    momentum: Momentum | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self):
         axes = [name for comm in self.levels for name in axes_of(comm)]
@@ -105,6 +110,12 @@ class Config:
             raise ValueError(f"{self.allreduce} sums dense vectors and selects nothing; pass select=None")
         if getattr(self.allreduce, "operator", "sum") != "sum":
             raise ValueError(f"{self.allreduce} does not sum; gradients are averaged: leave operator at its default")
+        if not isinstance(self.error_feedback, bool | ErrorFeedback):
+            raise ValueError(
+                f"error_feedback is {self.error_feedback!r}; it is True, False or jsparse.ErrorFeedback(...)"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}; it is the norm of a gradient, above 0, or None")
         for quantizer in (getattr(self.allreduce, "quantize", None), getattr(self.wire, "values", None)):
             if self.error_feedback and quantizer is not None and quantizer.unbiased:
                 raise ValueError(
@@ -122,6 +133,11 @@ class Config:
     def levels(self) -> tuple[Comm, ...]:
         """The networks that a worker is in."""
         return (self.comm,) if self.intra is None else (self.comm, self.intra)
+
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """How what was not delivered is kept."""
+        return ErrorFeedback() if self.error_feedback is True else self.error_feedback or None
 
     def length(self, n: int) -> int:
         """How many elements of a vector of length ``n`` a worker selects from: all, or a shard."""
@@ -141,6 +157,38 @@ class Config:
         return dataclasses.replace(self, select=None, allreduce=Dense(), error_feedback=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """How gradients are synchronised in the phases of a run.
+
+    Attributes:
+      stages: how, in each; alike in what concerns the buckets and what is carried for them.
+      starts: the first step of each.
+    """
+
+    stages: tuple[Config, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def shared(self) -> Config:
+        """A phase that says what is carried: a sparse one, if there is any."""
+        return next((stage for stage in self.stages if stage.allreduce.sparse), self.stages[0])
+
+    @property
+    def levels(self) -> tuple[Comm, ...]:
+        """The networks that a worker is in."""
+        return self.shared.levels
+
+    @property
+    def momentum(self) -> Momentum | None:
+        """Momentum before selection."""
+        return self.shared.momentum
+
+    def plan(self, tree: Any) -> list[Bucket]:
+        """Which leaves travel together."""
+        return self.shared.plan(tree)
+
+
 class Sums(NamedTuple):
     """The sums over the workers, before anything is made of them.
 
@@ -157,23 +205,35 @@ class Sums(NamedTuple):
     size: int
 
 
+class Reduced(NamedTuple):
+    """What has become of the buckets, in their order.
+
+    Attributes:
+      totals: the sum of each.
+      carried: the state of each.
+      overflowed, delivered, updated: int32 scalars, as in :class:`Report`.
+    """
+
+    totals: list[SparseVector | jax.Array]
+    carried: list[BucketState]
+    overflowed: jax.Array
+    delivered: jax.Array
+    updated: jax.Array
+
+
 def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tuple[Sums, SparseAllReduceState]:
     """Sums the workers' gradients, as much of them as the algorithm delivers."""
     levels = [Metered(comm) for comm in config.levels]
-    comm, intra = levels[0], levels[1] if len(levels) > 1 else None
     size = math.prod(level.size for level in levels)
-    leaves = jax.tree.leaves(grads)
     buckets = config.plan(grads)
-    check_local(levels, grads)
-    _check_state(config, buckets, state)
+    check(config, levels, buckets, grads, state)
+    leaves = gradients(config, grads, size)
 
     step, bad = state.step[0], jnp.array(False)
     left_out = [bad] * len(buckets)
     stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
     if stateful == 1:
-        # One exchange opens the step: whether any gradient is not finite, and a step that all agree on.
-        opening = _pmax(levels, jnp.stack([_not_finite(leaves).astype(jnp.int32), step]))
-        bad, step = opening[0] > 0, opening[1]
+        step, bad = agree(levels, step, leaves)
         left_out = [bad] * len(buckets)
     elif stateful:
         # Several do not wait for each other's gradients: a worker leaves out where its own are not finite, and once
@@ -181,13 +241,56 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
         step = _pmax(levels, step)
         left_out = [_not_finite(bucket.of(leaves)) for bucket in buckets]
 
+    reduced = reduce_buckets(config, levels, buckets, leaves, state.buckets, left_out, step)
+    if stateful > 1:
+        # Only after the agreed step: XLA would merge the two, and nothing could begin before the last gradient.
+        bad = _pmax(levels, jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)) > 0
+    sent = [(level.words, level.messages) for level in levels]
+    after = conclude(levels, state, reduced, sent, bad, step, undo=stateful > 1)
+    return Sums(buckets, reduced.totals, bad, size), after
+
+
+def gradients(config: Config, grads: Any, size: int) -> list[jax.Array]:
+    """A worker's gradients, clipped where that is asked for: to what leaves the sum of ``size`` within the norm."""
+    leaves = jax.tree.leaves(grads)
+    return leaves if config.clip_norm is None else clip(leaves, config.clip_norm / size**0.5)
+
+
+def agree(levels: list[Metered], step: jax.Array, leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """One exchange opens the step: a step that all agree on, and whether any gradient is not finite."""
+    opening = _pmax(levels, jnp.stack([_not_finite(leaves).astype(jnp.int32), step]))
+    return opening[1], opening[0] > 0
+
+
+def reduce_buckets(
+    config: Config,
+    levels: list[Metered],
+    buckets: list[Bucket],
+    leaves: list[jax.Array],
+    states: Sequence[BucketState],
+    left_out: list[jax.Array],
+    step: jax.Array,
+) -> Reduced:
+    """Accumulates, selects and sums every bucket; of those that are left out, nothing.
+
+    Args:
+      config: how.
+      levels: its networks, metered.
+      buckets: which leaves travel together.
+      leaves: this worker's gradients.
+      states: of the buckets.
+      left_out: bool scalars, one for each bucket.
+      step: int32 scalar, alike on all workers.
+    """
+    comm, intra = levels[0], levels[1] if len(levels) > 1 else None
+    size = math.prod(level.size for level in levels)
     totals: dict[int, SparseVector | jax.Array] = {}
     carried: dict[int, BucketState] = {}
     overflowed = delivered = updated = jnp.int32(0)
     _next_bucket(levels)
     # In the order in which a backward pass has them ready.
     for i in sorted(range(len(buckets)), key=lambda i: buckets[i].ids[0], reverse=True):
-        bucket, before, keep, how = buckets[i], state.buckets[i], ~left_out[i], config.of(buckets[i])
+        bucket, before, keep, how = buckets[i], states[i], ~left_out[i], config.of(buckets[i])
         _next_bucket(levels)
         layout, parts = bucket.layout, bucket.of(leaves)
         if intra:
@@ -196,6 +299,9 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
                 whole = jnp.clip(whole, -largest(whole.dtype, size), largest(whole.dtype, size))
             parts = [scatter(intra, whole)]
             layout = Layout.of(parts)
+        momentum, velocity = how.momentum, before.velocity
+        if momentum and velocity is not None:
+            velocity, parts = momentum.correct(layout, velocity, parts, keep, comm.size)
         x = acc = accumulate(layout, before.residual, parts, keep, comm.size)
         chosen = before.select
         if how.select is not None:
@@ -206,29 +312,53 @@ def synchronise(config: Config, grads: Any, state: SparseAllReduceState) -> tupl
             x = jnp.where(keep, acc, 0)
         total, arrived, reduce = how.allreduce(comm, x, before.reduce, step=step, wire=how.wire.at(step))
         overflowed += getattr(reduce, "overflowed", jnp.zeros(1, jnp.int32))[0]
+        residual = how.feedback.retain(comm, acc, arrived, total, keep) if how.feedback else None
+        if momentum and velocity is not None and isinstance(x, SparseVector):
+            velocity = momentum.mask(velocity, x, arrived)
         if intra:
             total = gather(intra, total, bucket.layout.n)
         delivered += _count(arrived)
         updated += _count(total, filled=how.select is not None)
-        residual = retain(acc, arrived) if how.error_feedback else None
-        totals[i], carried[i] = total, BucketState(residual, chosen, reduce)
+        totals[i], carried[i] = total, BucketState(residual, chosen, reduce, velocity)
+    order = range(len(buckets))
+    return Reduced([totals[i] for i in order], [carried[i] for i in order], overflowed, delivered, updated)
 
-    if stateful > 1:
-        # Only after the agreed step: XLA would merge the two, and nothing could begin before the last gradient.
-        bad = _pmax(levels, jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)) > 0
+
+def conclude(
+    levels: Sequence[Comm],
+    state: SparseAllReduceState,
+    reduced: Reduced,
+    sent: Sequence[tuple[jax.Array, jax.Array]],
+    bad: jax.Array,
+    step: jax.Array,
+    *,
+    undo: bool,
+) -> SparseAllReduceState:
+    """The state after a step, or, where a gradient was not finite, that before it, and a report of both.
+
+    Args:
+      levels: the networks.
+      state: before the step.
+      reduced: what has become of the buckets.
+      sent: words and messages.
+      bad: bool scalar: whether a gradient was not finite.
+      step: int32 scalar, the step that all agreed on.
+      undo: whether a bad step changed residuals; if all workers left it out, it did not.
+    """
+    carried = list(reduced.carried)
     for i, before in enumerate(state.buckets):
         undone = jax.tree.map(lambda new, old: jnp.where(bad, old, new), carried[i], before)
-        # With one, nothing was added to the residual, nor delivered.
-        carried[i] = undone if stateful > 1 else undone._replace(residual=carried[i].residual)
+        # With one exchange for all, nothing was added to the residual, nor delivered.
+        kept = {"residual": carried[i].residual, "velocity": carried[i].velocity}
+        carried[i] = undone if undo else undone._replace(**kept)
 
-    delivered, updated = jnp.where(bad, 0, delivered), jnp.where(bad, 0, updated)
-    words = functools.reduce(add_words, [level.words for level in levels])
-    messages = functools.reduce(jnp.add, [level.messages for level in levels])
-    report = Report(overflowed, delivered, updated, words, messages)
+    delivered, updated = jnp.where(bad, 0, reduced.delivered), jnp.where(bad, 0, reduced.updated)
+    words = functools.reduce(add_words, [words for words, _ in sent])
+    messages = functools.reduce(jnp.add, [messages for _, messages in sent])
+    report = Report(reduced.overflowed, delivered, updated, words, messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
-    after = SparseAllReduceState(step, tuple(carried[i] for i in range(len(buckets))), report)
-    return Sums(buckets, [totals[i] for i in range(len(buckets))], bad, size), varying_over(levels, after)
+    return varying_over(levels, SparseAllReduceState(step, tuple(carried), report))
 
 
 def _pmax(levels: list[Metered], x: jax.Array) -> jax.Array:
@@ -259,6 +389,14 @@ def check_floats(tree: Any) -> None:
                 f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
                 "float32 or float64: keep what is not trained out of the parameters"
             )
+
+
+def check(
+    config: Config, levels: Sequence[Comm], buckets: list[Bucket], grads: Any, state: SparseAllReduceState
+) -> None:
+    """Refuses gradients that are already summed, and a state of others."""
+    check_local(levels, grads)
+    _check_state(config, buckets, state)
 
 
 def check_local(levels: Sequence[Comm], grads: Any) -> None:

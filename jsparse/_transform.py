@@ -1,15 +1,17 @@
 """The gradient transformation: flatten, synchronise, average, unflatten."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._comm import CommLike, as_comm
+from ._comm import Comm, CommLike, as_comm
+from ._error_feedback import ErrorFeedback
 from ._sparse_vector import SparseVector
-from ._synchronise import BucketState, Config, Report, SparseAllReduceState, synchronise, varying_over
+from ._synchronise import BucketState, Config, Phases, Report, SparseAllReduceState, Sums, synchronise, varying_over
 from .allreduce import AllReduce
 from .select import Selector
 from .wire import Full, Wire
@@ -21,12 +23,12 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
     @staticmethod
     def of(config: Config) -> "SparseAllReduce":
         """The transformation of a configuration."""
-        init: Any = functools.partial(_init, config)
+        init: Any = functools.partial(begin, config)
         update: Any = functools.partial(_update, config)
         return SparseAllReduce(init, update)
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Config | Phases:
         """Its configuration."""
         return self.init.args[0]  # type: ignore[attr-defined]
 
@@ -37,7 +39,7 @@ def sparse_allreduce(
     select: Selector | None,
     allreduce: AllReduce,
     wire: Wire = Full(),
-    error_feedback: bool = True,
+    error_feedback: bool | ErrorFeedback = True,
     scope: Literal["global", "leaf"] = "global",
     dense_below: int = 0,
 ) -> SparseAllReduce:
@@ -57,7 +59,7 @@ def sparse_allreduce(
       select: which elements a worker sends; None for an all-reduce of dense vectors.
       allreduce: how they are summed.
       wire: how they are laid out in messages.
-      error_feedback: whether to keep what was not delivered. Without it, that is lost.
+      error_feedback: whether to keep what was not delivered, or how (:class:`ErrorFeedback`). Without it, that is lost.
       scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``), so that XLA
         can overlap the leaves' messages with each other and with the backward pass.
       dense_below: leaves of fewer elements are summed densely, all together.
@@ -91,6 +93,11 @@ def _update(
     del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
     sums, state = synchronise(config, updates, state)
+    return jax.tree.unflatten(treedef, averages(sums, leaves)), state
+
+
+def averages(sums: Sums, leaves: list[jax.Array]) -> list[jax.Array]:
+    """The update: the sums over the number of workers, in the shapes and types of these leaves."""
     means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for bucket, total in zip(sums.plan, sums.totals, strict=True):
         if isinstance(total, SparseVector):
@@ -109,19 +116,26 @@ def _update(
             parts = bucket.layout.unravel(jnp.where(sums.bad, jnp.nan, total / sums.size))
         for i, part in zip(bucket.ids, parts, strict=True):
             means[i] = part
-    return jax.tree.unflatten(treedef, means), state
+    return means
 
 
-def _init(config: Config, params: optax.Params) -> SparseAllReduceState:
-    comm, states = config.comm, []
+def begin(config: Config, params: optax.Params) -> SparseAllReduceState:
+    """The state before the first step."""
+    states = []
     for bucket in config.plan(params):
         how, n, dtype = config.of(bucket), config.length(bucket.layout.n), bucket.layout.dtype
         states.append(
             BucketState(
                 residual=jnp.zeros(n, dtype) if how.error_feedback else None,
                 select=how.select.init(n, dtype) if how.select is not None else (),
-                reduce=how.allreduce.init(n, comm.size, dtype),
+                reduce=how.allreduce.init(n, config.comm.size, dtype),
+                velocity=jnp.zeros(n, dtype) if how.momentum else None,
             )
         )
+    return initial(config.levels, states)
+
+
+def initial(levels: Sequence[Comm], states: Sequence[BucketState]) -> SparseAllReduceState:
+    """The state before the first step, of states of the buckets."""
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    return varying_over(config.levels, SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))
+    return varying_over(levels, SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))

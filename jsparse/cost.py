@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from ._a2sgd import A2SGD
 from ._comm import AxisComm
-from ._ledger import Cost, collective_cost, in_turn
+from ._ledger import Cost, collective_cost, in_turn, one_of
 from ._models import MODELS, Cluster, expected_union
 from ._sparse_vector import SparseVector
-from ._synchronise import Config
+from ._synchronise import Config, Phases
 from ._transform import SparseAllReduce
 from ._two_levels import sends as sends_inside
 
@@ -218,21 +218,31 @@ def exact(tx: SparseAllReduce | A2SGD, params: Any, size: int | tuple[int, int])
         raise ValueError(f"size is {size}; give one number, and two, (nodes, workers of a node), for hitopk and torus")
     if isinstance(tx, A2SGD):
         return in_turn(tx.config.sends(params, sizes[0]))
-    config, carried, parts = tx.config, [], []
+    config = tx.config
+    if isinstance(config, Phases):
+        # One exchange opens the step, whatever the phase.
+        opening = [collective_cost("pmax", 8, level) for level in sizes]
+        return in_turn(*opening, one_of(*(_buckets(stage, params, sizes)[0] for stage in config.stages)))
+    parts, stateful = _buckets(config, params, sizes)
+    # With a state to spoil, a step agrees on its number and on whether a gradient is not finite: at once, or, where
+    # several buckets have one, at the beginning and at the end.
+    agreed = {0: [], 1: [8]}.get(stateful, [4, 4])
+    return in_turn(*(collective_cost("pmax", payload, level) for payload in agreed for level in sizes), parts)
+
+
+def _buckets(config: Config, params: Any, sizes: tuple[int, ...]) -> tuple[tuple[Cost, Cost], int]:
+    """What a worker sends for all its buckets, and how many of them have a state."""
+    stateful, parts = 0, []
     for bucket in config.plan(params):
         how, dtype = config.of(bucket), bucket.layout.dtype
         n = -(-bucket.layout.n // math.prod(sizes[1:]))
         handed, state = jax.eval_shape(functools.partial(_begin, how, n, sizes[0], dtype))
-        carried.append(state)
+        stateful += bool(jax.tree.leaves(state))
         parts.append(how.allreduce.sends(n, handed.shape[0], sizes[0], dtype=dtype, wire=how.wire))
         for gpus in sizes[1:]:
             total = jax.eval_shape(functools.partial(_total, how, n, sizes[0], dtype))
             parts.append(sends_inside(total, bucket.layout.n, gpus))
-    # With a state to spoil, a step agrees on its number and on whether a gradient is not finite: at once, or, where
-    # several buckets have one, at the beginning and at the end.
-    stateful = sum(bool(jax.tree.leaves(state)) for state in carried)
-    agreed = {0: [], 1: [8]}.get(stateful, [4, 4])
-    return in_turn(*(collective_cost("pmax", payload, level) for payload in agreed for level in sizes), *parts)
+    return in_turn(*parts), stateful
 
 
 def _total(how: Config, n: int, size: int, dtype: DTypeLike) -> SparseVector | jax.Array:
@@ -250,11 +260,11 @@ def _total(how: Config, n: int, size: int, dtype: DTypeLike) -> SparseVector | j
 def _begin(how: Config, n: int, size: int, dtype: DTypeLike) -> tuple[jax.Array, Any]:
     """What is handed to the all-reduce, or as long; and what is carried from step to step."""
     acc, reduce = jnp.zeros(n, dtype), how.allreduce.init(n, size, dtype)
-    residual = acc if how.error_feedback else None
+    own = [acc for kept in (how.error_feedback, how.momentum) if kept]
     if how.select is None:
-        return acc, (residual, reduce)
+        return acc, (own, reduce)
     chosen, state = how.select(acc, how.select.init(n, dtype), jnp.int32(0), jnp.int32(0))
-    return chosen.values, (residual, state, reduce)
+    return chosen.values, (own, state, reduce)
 
 
 #: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.

@@ -24,6 +24,8 @@ class Row:
       oracle_args: further arguments of the oracle.
       exact: whether whole numbers stay whole, so that sums of them can be compared exactly.
       gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
+      scale: what integers are multiplied by, so that momentum of a half leaves integers.
+      dense_steps: the first steps, in which it sums densely.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Row:
     oracle_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gpus: Mapping[int, int] | None = None
     exact: bool = True
+    scale: int = 1
+    dense_steps: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +63,12 @@ def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
 
 def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda comm, density: jsparse.oktopk(comm, density=density, select=make(density))
+
+
+def dense_first(dense: Any, *sparse: Any) -> jsparse.SparseAllReduce:
+    """Phases of two steps, the last without end."""
+    *stages, last = dense, *sparse
+    return jsparse.phases((*((2, stage) for stage in stages), last))
 
 
 def oktopk_compact_bound(n: int, k: int, size: int) -> float:
@@ -217,6 +227,30 @@ ROWS = [
     ),
     Row("hitopk-bf16", wired(jsparse.hitopk, BF16), sizes=(4,), gpus=GPUS),
     Row("oktopk-leaf", oktopk(scope="leaf", dense_below=10), sizes=(3,)),
+    Row(
+        "dgc",
+        lambda comm, density: jsparse.dgc(comm, density=density, momentum=0.5),
+        sizes=(3, 8),
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        scale=32,
+    ),
+    Row(
+        "phases",
+        lambda comm, density: dense_first(
+            jsparse.dense(comm), jsparse.oktopk(comm, density=density), jsparse.gtopk(comm, density=density)
+        ),
+        sizes=(3,),
+        dense_steps=2,
+    ),
+    Row(
+        "phases-leaf",
+        lambda axes, density: dense_first(
+            jsparse.torus(*axes), jsparse.hitopk(*axes, density=density, scope="leaf", dense_below=10)
+        ),
+        sizes=(4,),
+        gpus=GPUS,
+        dense_steps=2,
+    ),
     Row(
         "general",
         lambda comm, density: jsparse.sparse_allreduce(

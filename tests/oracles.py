@@ -153,6 +153,49 @@ def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_)
     return Expected(value(groups[0]), delivered)
 
 
+class Compressed(NamedTuple):
+    """The outcome of one step of :func:`dgc`: shapes ``(n,)``, and ``(P, n)`` after the step."""
+
+    total: np.ndarray
+    velocity: np.ndarray
+    residual: np.ndarray
+
+
+def dgc(
+    gradients: Sequence[np.ndarray],
+    *,
+    density: float,
+    momentum: float,
+    nesterov: bool = False,
+    clip_norm: float = math.inf,
+    factor_masking: bool = True,
+) -> list[Compressed]:
+    """Deep Gradient Compression, Algorithm 4 (nesterov: 5), with exact top-k; the whole run, each shape ``(P, n)``."""
+    workers, n = gradients[0].shape
+    u, v = np.zeros((workers, n)), np.zeros((workers, n))
+    steps = []
+    for gradient in gradients:
+        total = np.zeros(n)
+        for worker, g in enumerate(gradient.astype(np.float64)):
+            g = g * min(1, clip_norm / np.sqrt(workers) / max(np.linalg.norm(g), 1e-300))
+            if nesterov:
+                # As printed: its u is momentum times the u of momentum SGD.
+                u[worker] = momentum * (u[worker] + g)
+                v[worker] = v[worker] + u[worker] + g
+            else:
+                u[worker] = momentum * u[worker] + g
+                v[worker] = v[worker] + u[worker]
+            mask = np.zeros(n, bool)
+            mask[top_k(v[worker], max(1, round(density * n)))] = True
+            total += v[worker] * mask
+            v[worker] *= ~mask
+            if factor_masking:
+                u[worker] *= ~mask
+        # Ours is not yet multiplied.
+        steps.append(Compressed(total, u / momentum if nesterov else u.copy(), v.copy()))
+    return steps
+
+
 def oktopk(
     accs: np.ndarray,
     *,

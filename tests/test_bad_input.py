@@ -12,6 +12,16 @@ import transports
 from transports import AXIS
 
 allreduce, quantize, select = jsparse.allreduce, jsparse.quantize, jsparse.select
+
+
+def general(**kwargs):
+    return jsparse.sparse_allreduce(AXIS, select=select.TopK(0.1), allreduce=allreduce.TopkAllGather(), **kwargs)
+
+
+def topk(**kwargs):
+    return jsparse.topk_allgather(AXIS, density=0.1, **kwargs)
+
+
 ARGUMENTS = [
     (lambda: jsparse.oktopk(AXIS, density=0.0), "density is 0.0"),
     (lambda: jsparse.oktopk(AXIS, density=1.5), "density is 1.5"),
@@ -47,6 +57,34 @@ ARGUMENTS = [
     (lambda: jsparse.quantized(AXIS, quantize=quantize.Codebook(4)), r"quantize is Codebook\(bits=4\)"),
     (lambda: jsparse.quantized(AXIS, quantize=quantize.TernGrad(), error_feedback=True), "contract=True"),
     (lambda: jsparse.gtopk(AXIS, density=0.1, wire=jsparse.wire.Compact(quantize.QSGD())), "contract=True"),
+    (lambda: jsparse.ErrorFeedback(decay=0.0), "decay is 0.0; .* error_feedback=False"),
+    (lambda: jsparse.ErrorFeedback(decay=1.5), "decay is 1.5"),
+    (lambda: jsparse.ErrorFeedback(subtract="all"), "subtract is 'all'"),
+    (lambda: general(error_feedback=0.9), r"error_feedback is 0.9; .*jsparse\.ErrorFeedback"),
+    (lambda: jsparse.dgc(AXIS, density=0.0), "density is 0.0"),
+    (lambda: jsparse.dgc(AXIS, density=0.1, momentum=1.0), "momentum is 1.0"),
+    (lambda: jsparse.dgc(AXIS, density=0.1, momentum=-0.5), "momentum is -0.5"),
+    (lambda: jsparse.dgc(AXIS, density=0.1, clip_norm=0.0), "clip_norm is 0.0"),
+    (lambda: jsparse.dgc(AXIS, density=0.1, allreduce=allreduce.Dense()), "select"),
+    (lambda: jsparse.phases(()), r"there are no phases: pass \(\(steps, tx\), \.\.\., tx\)"),
+    (lambda: jsparse.phases(topk()), "there are no phases"),
+    (lambda: jsparse.phases((topk(), topk())), "phase 0 has no end"),
+    (lambda: jsparse.phases(((5, topk()), (5, topk()))), "phase 1 has an end"),
+    (lambda: jsparse.phases(((0, topk()), topk())), "steps of phase 0 is 0"),
+    (lambda: jsparse.phases(((2.5, topk()), topk())), "phase 0 is tuple"),
+    (lambda: jsparse.phases(((2**31, topk()), topk())), "2147483648 steps"),
+    (lambda: jsparse.phases(((5, optax.chain(topk(), optax.sgd(0.1))), topk())), r"optax\.chain\(jsparse\.phases"),
+    (lambda: jsparse.phases(((5, topk()), optax.sgd(0.1))), "phase 1 is GradientTransformation"),
+    (lambda: jsparse.phases(((5, jsparse.phases((topk(),))), topk())), "phase 0 has phases itself"),
+    (lambda: jsparse.phases(((5, topk()), jsparse.oktopk("other", density=0.1))), "phase 1 .* name the same axes"),
+    (lambda: jsparse.phases(((5, jsparse.hitopk("a", "b", density=0.1)), jsparse.dense("a"))), r"jsparse\.torus"),
+    (lambda: jsparse.phases(((5, topk()), topk(scope="leaf"))), "phase 1 .* its scope is leaf, theirs global"),
+    (lambda: jsparse.phases(((5, topk()), topk(dense_below=9))), "its dense_below is 9, theirs 0"),
+    (lambda: jsparse.phases(((5, topk()), general(error_feedback=False))), "its error_feedback is None"),
+    (lambda: jsparse.phases(((5, topk()), jsparse.dgc(AXIS, density=0.1))), "its momentum is"),
+    (lambda: jsparse.phases(((5, jsparse.dense(AXIS, bucket_bytes=100)), topk())), "phase 0 .* bucket_bytes"),
+    (lambda: jsparse.phases(((5, jsparse.parameter_server(AXIS, staleness=1)), topk())), "take staleness=0"),
+    (lambda: jsparse.phases(((5, topk()), jsparse.dense(AXIS)), flush=False), "leave flush out"),
     (lambda: select.TopK(2.0), "density is 2.0"),
     (lambda: select.SampledThreshold(0.0), "density is 0.0"),
     (lambda: select.ReusedThreshold(0.1, 0), "tau_threshold is 0"),
@@ -229,6 +267,11 @@ def test_sync_of_a_chain():
     tx = optax.chain(jsparse.oktopk(AXIS, density=0.1), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"jsparse\.apply_sparse"):
         jsparse.sync(tx, {}, ())
+
+
+def test_sync_of_phases():
+    with pytest.raises(ValueError, match=r"the phases of a run .* use tx\.update"):
+        jsparse.sync(jsparse.phases(((5, topk()), topk())), {}, ())
 
 
 def test_apply_sparse_to_other_parameters():

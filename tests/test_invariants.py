@@ -27,7 +27,8 @@ SPARSE = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS if row.spa
 class Step(NamedTuple):
     """One step of a run: ``acc`` and residuals are ``(P, N)``, 0 where a leaf has no residual.
 
-    Over two levels a worker has those of its shards, and ``acc`` has the sum of its node's gradients there.
+    Over two levels a worker has those of its shards, and ``acc`` has the sum of its node's gradients there. With
+    momentum the gradient is the velocity that it becomes.
     """
 
     number: int
@@ -43,12 +44,24 @@ def run(row: Row, size: int, gradients, transport: str = "vmap", density: float 
     state, update = transports.workers(row, size, transport, density)
     for number, gradient in enumerate(gradients):
         before = residual(row, state, size)
-        acc = whole(row, gradient, size) + before
+        pushed = corrected(row, gradient, state, size)
+        acc = whole(row, pushed, size) + before
         updates, after = update(transports.tree(gradient), state)
         yield Step(
-            number, gradient + before, acc, state, transports.flat(updates, size), after, residual(row, after, size)
+            number, pushed + before, acc, state, transports.flat(updates, size), after, residual(row, after, size)
         )
         state = after
+
+
+def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
+    """What momentum makes of a gradient."""
+    momentum = row.make(transports.axis(row), DENSITY).config.momentum
+    if momentum is None:
+        return gradient
+    velocity = np.zeros((size, N), np.float32)
+    for places, carried in zip(buckets(row), state.buckets, strict=True):
+        velocity[:, places] = np.asarray(carried.velocity).reshape(size, -1)
+    return np.float32(momentum.decay) * velocity + gradient
 
 
 def buckets(row: Row) -> list[np.ndarray]:
@@ -137,7 +150,7 @@ def assert_nothing_lost(row: Row, step: Step) -> None:
 @pytest.mark.parametrize("row, size", CASES)
 def test_nothing_is_lost(row: Row, size: int, scenario: str):
     """Invariants 1 to 3, exactly, on integers; and what the oracle says."""
-    for step in run(row, size, scenarios.take(scenario, size, STEPS)):
+    for step in run(row, size, [row.scale * gradient for gradient in scenarios.take(scenario, size, STEPS)]):
         assert_nothing_lost(row, step)
 
 
@@ -149,7 +162,7 @@ def test_simulation_at_scale(row: Row, size: int):
     tx = row.make(transports.axis(row), DENSITY)
     least, most = cost.exact(tx, params, sizes if row.gpus else size)
     for scenario in ("ordinary", "one_region"):
-        for step in run(row, size, scenarios.take(scenario, size, 4)):
+        for step in run(row, size, [row.scale * gradient for gradient in scenarios.take(scenario, size, 4)]):
             assert_nothing_lost(row, step)
             # Each message is rounded up to words.
             sent = 4 * np.asarray(step.after.report.words, np.int64)
@@ -186,6 +199,8 @@ def test_it_selects(row: Row, size: int):
     """It is not dense by mistake, nor does it say that it sent what it did not."""
     most = size * sum(max(1, round(DENSITY * n)) if n >= 10 else n for n in transports.bucket_lengths(row))
     for step in run(row, size, scenarios.take("ordinary", size, STEPS)):
+        if step.number < row.dense_steps:
+            continue
         report = step.after.report
         assert 0 < np.count_nonzero(step.updates[0]) <= most
         assert (np.asarray(report.updated) <= most).all()

@@ -124,7 +124,14 @@ def test_counts_on_real_gradients(select, limit: float, monkeypatch):
         lambda density: jsparse.oktopk("workers", density=density, select=select and select(density)),
     )
     args = argparse.Namespace(
-        seed=0, workers=8, density=0.01, batch=16, epochs=18, optimizer="momentum", learning_rate=None
+        seed=0,
+        workers=8,
+        density=0.01,
+        batch=16,
+        epochs=18,
+        optimizer="momentum",
+        learning_rate=None,
+        schedule="constant",
     )
     result = train.train("tested", data.load("digits"), args, rich.progress.Progress(disable=True))
     assert len(result["loss"]) >= 198

@@ -1,0 +1,83 @@
+"""What is kept of what was not delivered: decayed, or less the mean."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+import jsparse
+import scenarios
+import transports
+from algorithms import Row
+from transports import N
+
+SIZE, GPUS = 4, 2
+
+
+@functools.cache
+def row(feedback, levels: bool) -> Row:
+    """Top-k and an all-gather, on one level or two."""
+    select, gather = jsparse.select.TopK(0.05), jsparse.allreduce.TopkAllGather()
+
+    def one(comm, density):
+        return jsparse.sparse_allreduce(comm, select=select, allreduce=gather, error_feedback=feedback)
+
+    def two(axes, density):
+        config = jsparse.hitopk(*axes, density=0.05).config
+        return jsparse.SparseAllReduce.of(dataclasses.replace(config, error_feedback=feedback))
+
+    return Row("feedback", two, gpus={SIZE: GPUS}) if levels else Row("feedback", one)
+
+
+def run(feedback, levels: bool, steps: int = 5, bad: int | None = None):
+    """Yields ``(acc, total, residual)``, each summed over the workers, and with it the residuals."""
+    state, update = transports.workers(row(feedback, levels), SIZE)
+    before = np.zeros(N)
+    for number, gradient in enumerate(scenarios.take("ordinary", SIZE, steps)):
+        if number == bad:
+            gradient[0, 5] = np.nan
+        updates, state = update(transports.tree(gradient), state)
+        residuals = np.asarray(state.buckets[0].residual, np.float64)
+        left = residuals.sum(0) if not levels else residuals.reshape(-1, GPUS, residuals.shape[1]).sum(0).ravel()[:N]
+        yield before + gradient.sum(0), SIZE * transports.flat(updates, SIZE)[0].astype(np.float64), left, residuals
+        before = left
+
+
+@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("subtract", ["local", "mean"])
+def test_decay_keeps_a_part_of_what_is_left(subtract: str, levels: bool):
+    feedback = jsparse.ErrorFeedback(decay=0.75, subtract=subtract)
+    for acc, total, left, _ in run(feedback, levels):
+        np.testing.assert_allclose(left, 0.75 * (acc - total), rtol=1e-4, atol=1e-2)
+        assert np.any(left)
+
+
+@pytest.mark.parametrize("levels", [False, True])
+def test_the_mean_loses_nothing_and_spreads_the_residuals(levels: bool):
+    """Each worker subtracts the update, ``total / P``: other residuals than its own share leaves, the same sum."""
+    local = list(run(True, levels, steps=1))
+    mean = list(run(jsparse.ErrorFeedback(subtract="mean"), levels))
+    assert (mean[0][3] != local[0][3]).any()
+    np.testing.assert_allclose(mean[0][2], local[0][2], rtol=1e-4, atol=1e-2)
+    for acc, total, left, _ in mean:
+        np.testing.assert_allclose(left, acc - total, rtol=1e-4, atol=1e-2)
+
+
+def test_the_mean_is_what_each_worker_subtracts():
+    (_, total, _, residuals), *_ = run(jsparse.ErrorFeedback(subtract="mean"), False, steps=1)
+    gradient = scenarios.take("ordinary", SIZE, 1)[0]
+    np.testing.assert_allclose(residuals, gradient - total / SIZE, rtol=1e-5, atol=1e-3)
+
+
+def test_the_default_is_what_true_says():
+    for by_name, by_default in zip(run(jsparse.ErrorFeedback(), False), run(True, False), strict=True):
+        for ours, theirs in zip(by_name, by_default, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("subtract", ["local", "mean"])
+def test_a_bad_step_decays_nothing(subtract: str):
+    *_, before, after = run(jsparse.ErrorFeedback(0.5, subtract), False, steps=3, bad=2)
+    np.testing.assert_array_equal(before[3], after[3])
+    assert np.isnan(after[1]).all()

@@ -1,0 +1,183 @@
+"""A run in phases: each as by itself, nothing lost where one follows another, one program for all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jsparse
+import scenarios
+import transports
+from algorithms import Row
+from transports import AXIS, LEVELS, N
+
+SIZE = 3
+DENSITY = 0.05
+STEPS = 2  # Of each phase.
+oktopk = functools.partial(jsparse.oktopk, AXIS, density=DENSITY)
+gtopk = functools.partial(jsparse.gtopk, AXIS, density=DENSITY)
+dense = functools.partial(jsparse.dense, AXIS)
+topk = functools.partial(jsparse.topk_allgather, AXIS)
+dgc = functools.partial(jsparse.dgc, AXIS, density=DENSITY, momentum=0.5, clip_norm=1e9)
+RUNS = {
+    "dense, sparse, sparse": (dense(), oktopk(), gtopk()),
+    "sparse, dense, sparse": (topk(density=0.25), jsparse.parameter_server(AXIS), topk(density=0.004)),
+    "momentum": (dense(), dgc(density=0.5), dgc()),
+}
+# What integers are multiplied by, so that momentum of a half leaves integers.
+SCALE = 256
+
+
+@functools.cache
+def row(name: str) -> Row:
+    return Row(name, lambda comm, density: in_phases(*RUNS[name]))
+
+
+def in_phases(*stages: jsparse.SparseAllReduce, **kwargs) -> jsparse.SparseAllReduce:
+    *first, last = stages
+    return jsparse.phases((*((STEPS, stage) for stage in first), last), **kwargs)
+
+
+def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
+    """A phase's transformation by itself, as it begins: with the residual and the velocity of the run."""
+    fresh = jax.jit(jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS))(jnp.arange(SIZE))
+    own = like.buckets[0]
+    bucket = fresh.buckets[0]._replace(residual=own.residual, velocity=own.velocity)
+    return fresh._replace(buckets=(bucket,)), jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_phase_is_as_by_itself(name: str):
+    """The same bits as its transformation alone, the state handed over; and nothing is lost, at boundaries neither."""
+    stages = RUNS[name]
+    state, update = transports.workers(row(name), SIZE)
+    by_itself, expected = None, None
+    for number, gradient in enumerate(scenarios.take("ordinary", SIZE, STEPS * len(stages))):
+        gradient = SCALE * gradient
+        before, phase = state, number // STEPS
+        stage = stages[phase]
+        is_dense = not stage.config.allreduce.sparse
+        grads = transports.tree(gradient)
+        updates, state = update(grads, before)
+        own, own_before = state.buckets[0], before.buckets[0]
+        pushed = gradient
+        if own.velocity is not None:
+            pushed = 0.5 * np.asarray(own_before.velocity) + pushed
+        acc = (np.asarray(own_before.residual, np.float64) + pushed).sum(0)
+        total = np.round(SIZE * transports.flat(updates, SIZE)[0].astype(np.float64))
+        np.testing.assert_array_equal(acc, np.asarray(own.residual, np.float64).sum(0) + total)
+        assert is_dense == (not np.any(own.residual))
+
+        if is_dense:
+            assert np.count_nonzero(total) > 0.7 * N
+            continue
+        if number % STEPS == 0:
+            by_itself, run = alone(stage, before)
+        expected, by_itself = run(grads, by_itself)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+        np.testing.assert_array_equal(own.residual, by_itself.buckets[0].residual)
+        jax.tree.map(np.testing.assert_array_equal, own.select.states[phase], by_itself.buckets[0].select)
+        jax.tree.map(np.testing.assert_array_equal, own.reduce.states[phase], by_itself.buckets[0].reduce)
+        # What is told of the phase that ran; the opening exchange counted once.
+        jax.tree.map(np.testing.assert_array_equal, state.report, by_itself.report)
+        np.testing.assert_array_equal(own.select.selected, by_itself.buckets[0].select.selected)
+        np.testing.assert_array_equal(own.select.threshold, by_itself.buckets[0].select.threshold)
+    assert update._cache_size() == 1
+
+
+def test_a_residual_may_be_left_aside():
+    """``flush=False``: a dense phase neither delivers nor changes it."""
+    tx = in_phases(topk(density=DENSITY), dense(), topk(density=DENSITY), flush=False)
+    state, update = transports.workers(Row("aside", lambda comm, density: tx), SIZE)
+    aside, acc = None, None
+    for number, gradient in enumerate(scenarios.take("ordinary", SIZE, 2 * STEPS + 1)):
+        left = np.asarray(state.buckets[0].residual)
+        updates, state = update(transports.tree(gradient), state)
+        total = SIZE * transports.flat(updates, SIZE)[0]
+        if STEPS <= number < 2 * STEPS:
+            aside = left if aside is None else aside
+            np.testing.assert_allclose(total, gradient.sum(0), rtol=1e-6)
+            np.testing.assert_array_equal(state.buckets[0].residual, aside)
+        acc = (left + gradient).sum(0, dtype=np.float64)
+    np.testing.assert_array_equal(acc, np.asarray(state.buckets[0].residual, np.float64).sum(0) + np.round(total))
+    assert np.any(aside)
+
+
+@pytest.mark.parametrize("boundary", [STEPS, 2 * STEPS])
+def test_a_bad_step_at_a_boundary(boundary: int):
+    """It counts for no phase, delivers nothing of the residual, and spoils no state."""
+    state, update = transports.workers(row("sparse, dense, sparse"), SIZE)
+    gradients = scenarios.take("ordinary", SIZE, boundary + 1)
+    for gradient in gradients[:boundary]:
+        _, state = update(transports.tree(gradient), state)
+    bad = gradients[boundary].copy()
+    bad[1, 3] = -np.inf
+    updates, after = update(transports.tree(bad), state)
+    assert np.isnan(transports.flat(updates, SIZE)).all()
+    jax.tree.map(np.testing.assert_array_equal, state.buckets, after.buckets)
+    np.testing.assert_array_equal(state.step, after.step)
+    assert (after.report.delivered == 0).all()
+    want, _ = update(transports.tree(gradients[boundary]), state)
+    updates, _ = update(transports.tree(gradients[boundary]), after)
+    jax.tree.map(np.testing.assert_array_equal, updates, want)
+
+
+def test_one_phase_runs_not_all():
+    """Under vmap, too, the agreed step keeps the choice a branch, which holds all but the opening exchange."""
+    tx = RUNS["dense, sparse, sparse"]
+    state, _ = transports.workers(row("dense, sparse, sparse"), SIZE)
+    local = jax.tree.map(lambda x: x[0], state)
+    traffic = jsparse.traffic(in_phases(*tx).update, transports.zeros(), local, axis_sizes={AXIS: SIZE})
+    opening, choice = traffic.parts
+    assert (opening.name, opening.payload) == ("pmax", "int32[2]")
+    for branch, stage in zip(choice.branches, tx, strict=True):
+        own = jsparse.traffic(lambda g, s=stage: s.update(g, s.init(g)), transports.zeros(), axis_sizes={AXIS: SIZE})
+        exchanges = opening.cost if stage.config.allreduce.sparse else type(opening.cost)()
+        assert (branch.cost + exchanges, branch.least + exchanges) == (own.cost, own.least)
+    grads = transports.tree(np.zeros((SIZE, N), np.float32))
+    jaxpr = jax.make_jaxpr(jax.vmap(in_phases(*tx).update, axis_name=AXIS))(grads, state)
+    assert [len(eqn.params["branches"]) for eqn in jaxpr.eqns if eqn.primitive.name == "cond"] == [len(tx)]
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+def test_in_a_training_step(checked: bool, levels: bool):
+    """Compiled once, read and placed like any other, and skipped by ``apply_if_finite``."""
+    if levels:
+        mesh, axis = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), LEVELS), LEVELS
+        tx = in_phases(jsparse.hitopk(*LEVELS, density=0.2, scope="leaf", dense_below=10), jsparse.torus(*LEVELS))
+    else:
+        mesh, axis = transports.mesh(4), AXIS
+        tx = in_phases(topk(density=0.2, scope="leaf", dense_below=10), dense())
+    tx = optax.chain(tx, optax.apply_if_finite(optax.sgd(0.05), 5))
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.standard_normal((5, 7)), jnp.float32), "v": jnp.ones(7)}
+    x, y = rng.standard_normal((8, 5)).astype(np.float32), rng.standard_normal(8).astype(np.float32)
+    step = jsparse.train_step(loss_fn, tx, mesh, axis, check_vma=checked)
+    state = step.init(params)
+    n = 35 // (2 if levels else 1) + levels
+    losses = []
+    for number in range(2 * STEPS):
+        state, loss = step(state, (x, y))
+        losses.append(loss)
+        stats = jsparse.stats(state.opt_state)
+        assert (stats.step == number + 1).all()
+        assert stats.thresholds.shape == (4, 1)
+        assert (stats.selected > 0).all() == (number < STEPS)
+        assert jsparse.residual(state.opt_state).shape == (4, n)
+        assert np.any(jsparse.residual(state.opt_state)) == (number < STEPS)
+    assert losses[-1] < losses[0]
+    before = state.params
+    before = jax.tree.map(np.asarray, before)
+    state, _ = step(state, (x * np.nan, y))
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    assert step._run._cache_size() == 1
