@@ -16,7 +16,7 @@ from .allreduce import (
     SsarSplitAllGather,
     TopkAllGather,
 )
-from .select import GaussianThreshold, Selector, TopK
+from .select import GaussianThreshold, MSTopK, Selector, TopK
 from .wire import Full, Wire
 
 
@@ -174,7 +174,7 @@ def hitopk(
         ``jsparse.init``, ``jsparse.local_value_and_grad``), pass both: ``(inter, intra)``.
       density: k / n, above 0 and at most 1, of each shard.
       allreduce: the one between the nodes; the paper's, ``allreduce.TopkAllGather()``, by default.
-      select: the selector; ``select.TopK(density)`` by default.
+      select: the selector; the paper's, ``select.MSTopK(density)``, by default.
       wire: as in :func:`sparse_allreduce`, between the nodes; inside them it is ``Full()``.
       scope, dense_below: as in :func:`sparse_allreduce`.
 
@@ -187,13 +187,13 @@ def hitopk(
 
     References:
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section
-      3.2, Algorithm 2 (which keeps no residual).
+      3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
     """
     between = allreduce or TopkAllGather()
     return SparseAllReduce.of(
         Config(
             as_comm(inter),
-            select or TopK(density),
+            MSTopK(density) if select is None else select,
             between,
             wire,
             scope=scope,

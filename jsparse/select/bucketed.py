@@ -54,7 +54,8 @@ class BucketedTopK:
         magnitudes = jnp.where(jnp.isnan(acc), 0, jnp.abs(acc))
         rows = jnp.pad(magnitudes, (0, buckets * self.bucket - n), constant_values=-1).reshape(buckets, self.bucket)
         places = lax.top_k(rows, most)[1] + self.bucket * lax.iota(jnp.int32, buckets)[:, None]
-        places = jnp.where(lax.iota(jnp.int32, most) < _quotas(n, k, self.bucket, step)[:, None], places, 2**31 - 1)
+        within = lax.iota(jnp.int32, most)[None] < _quotas(n, k, self.bucket, step)[:, None]
+        places = jnp.where(within, places, 2**31 - 1)
         words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
         return take_members(acc, words, k)
 

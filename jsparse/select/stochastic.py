@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels_pallas import bitmap, norms
+from kernels_pallas import bitmap, norms, over_largest
 
 from .._density import check_density, elements_kept
 from .._random import key_of, uniform
@@ -61,11 +61,11 @@ class StochasticTopK:
         k = elements_kept(self.density, n)
         if k >= n:
             return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
-        # Everything over the largest magnitude, so that nothing overflows.
+        # All over the largest magnitude, so that nothing overflows.
         largest, total = norms(acc)
         epsilon = jnp.maximum(k - total, 0) / (n - k) if self.rule == "exact" else jnp.zeros((), acc.dtype)
         scale = k / jnp.maximum(total + n * epsilon, 1)
-        probability = scale * (jnp.abs(acc / jnp.where(largest > 0, largest, 1)) + epsilon)
+        probability = scale * (over_largest(acc, largest) + epsilon)
         chosen = (uniform(key_of(self.seed, step, rank), n) < probability) | (probability >= 1)
         capacity = min(n, k + math.ceil(MARGIN * math.sqrt(k)))
         return take_members(acc, bitmap.pack(chosen & (acc != 0)), capacity, bitmap.turn(step, capacity))

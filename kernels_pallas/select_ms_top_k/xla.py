@@ -87,11 +87,9 @@ def _search(x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches:
         whole, rest = jnp.divmod(bracket.upper - bracket.lower, parts)
         return number + 1, narrow(bracket, bracket.lower + whole * cut + rest * cut // parts)
 
-    # With a largest magnitude that is no number, every number lies in the bracket.
-    end = jnp.where(jnp.isfinite(largest), lax.bitcast_convert_type(largest, integer), infinite)
-    mean = jnp.where(jnp.isfinite(mean), lax.bitcast_convert_type(mean, integer), tiny)
-    start = jax.tree.map(
-        lambda leaf: varying_as(leaf, x), Bracket(jnp.zeros((), integer), end + 1, jnp.zeros((), jnp.int32))
-    )
-    start = narrow(start, jnp.maximum(jnp.stack([tiny, mean]), tiny))
+    # Norms of a vector with NaN in it are any numbers or none: nothing rests on them but where to look first.
+    ends = [lax.bitcast_convert_type(jnp.where(jnp.isfinite(norm), norm, 0), integer) for norm in (mean, largest)]
+    start = Bracket(jnp.zeros((), integer), infinite + 1, jnp.zeros((), jnp.int32))
+    start = jax.tree.map(lambda leaf: varying_as(leaf, x), start)
+    start = narrow(start, jnp.maximum(jnp.stack([tiny, ends[0], ends[1] + 1]), tiny))
     return lax.while_loop(proceed, search, (varying_as(jnp.int32(0), x), start))[1]
