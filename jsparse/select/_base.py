@@ -55,7 +55,7 @@ def initial_state(dtype: DTypeLike) -> SelectorState:
 
 
 def report(x: SparseVector, selected: jax.Array) -> SelectorState:
-    """The state after a selection by other means than a threshold: the smallest magnitude of ``x``, 0 if it is empty."""
+    """The state after selecting ``x`` by other means than a threshold: its smallest magnitude, 0 if it is empty."""
     smallest = jnp.min(jnp.where(x.indices < x.n, jnp.abs(x.values), jnp.inf))
     return SelectorState(jnp.where(x.count > 0, smallest, 0)[None], selected[None])
 

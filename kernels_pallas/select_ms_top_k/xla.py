@@ -42,9 +42,7 @@ def select_ms_top_k(x: jax.Array, k: int, searches: int, turn: ArrayLike) -> tup
     # Lines 1-3.
     largest, total = norms(x)
     mean = largest * (total / x.shape[0])
-    return in_superset(
-        x, k, functools.partial(_choose, k=k, mean=mean, largest=largest, searches=searches, turn=turn)
-    )
+    return in_superset(x, k, functools.partial(_choose, k=k, mean=mean, largest=largest, searches=searches, turn=turn))
 
 
 def _choose(
