@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels_pallas import bitmap, norms, over_largest
+from kernels_pallas import bitmap, norms
 
 from .._density import check_density, elements_kept
 from .._random import key_of, uniform
@@ -61,11 +61,14 @@ class StochasticTopK:
         k = elements_kept(self.density, n)
         if k >= n:
             return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
-        # All over the largest magnitude, so that nothing overflows.
         largest, total = norms(acc)
         epsilon = jnp.maximum(k - total, 0) / (n - k) if self.rule == "exact" else jnp.zeros((), acc.dtype)
-        scale = k / jnp.maximum(total + n * epsilon, 1)
-        probability = scale * (over_largest(acc, largest) + epsilon)
+        share = k / jnp.maximum(total + n * epsilon, 1)
+        # |v| and ε over the largest magnitude, whose reciprocal can be too small to be a float. Other powers of two
+        # than in norms: XLA would keep a product that both have, an array as long as acc.
+        scale = jnp.where(largest > 1, 2.0**-60, 2.0**60).astype(acc.dtype)
+        factor = share / jnp.where(largest > 0, largest * scale, 1)
+        probability = jnp.abs(acc * scale) * factor + share * epsilon
         chosen = (uniform(key_of(self.seed, step, rank), n) < probability) | (probability >= 1)
         capacity = min(n, k + math.ceil(MARGIN * math.sqrt(k)))
         return take_members(acc, bitmap.pack(chosen & (acc != 0)), capacity, bitmap.turn(step, capacity))
