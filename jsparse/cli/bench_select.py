@@ -245,6 +245,7 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     bars = axes.barh([form["name"] for form in ordered], [form["median_ms"] for form in ordered])
     axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.margins(x=0.12)
     axes.set(xscale="log", xlabel="median ms", title=f"n = {figures['size']:,}, k = {figures['k']:,}")
     figure.savefig(path, dpi=120)
     plt.close(figure)
