@@ -20,7 +20,7 @@ from .allreduce import (
     TopkAllGather,
 )
 from .quantize import QSGD, Quantizer
-from .select import GaussianThreshold, SampledThreshold, Selector, TopK
+from .select import DgcThreshold, GaussianThreshold, MSTopK, Selector, TopK
 from .wire import Full, Wire
 
 
@@ -274,7 +274,7 @@ def dgc(
       clip_norm: the norm to which the *sum* of the workers' gradients is clipped: each clips its own to
         ``clip_norm / sqrt(P)``. None does not clip. What is clipped is not fed back.
       factor_masking: whether ``u`` becomes 0 where elements were delivered, so that old momentum pushes no further.
-      select: the selector; ``select.SampledThreshold(density)`` by default.
+      select: the selector; ``select.DgcThreshold(density)`` by default.
       allreduce: how the selected elements are summed; the paper's, ``allreduce.TopkAllGather()``, by default.
       wire, scope, dense_below: as in :func:`sparse_allreduce`.
 
@@ -294,7 +294,7 @@ def dgc(
     return SparseAllReduce.of(
         Config(
             as_comm(comm),
-            SampledThreshold(density) if select is None else select,
+            DgcThreshold(density) if select is None else select,
             allreduce or TopkAllGather(),
             wire,
             scope=scope,
@@ -328,7 +328,7 @@ def hitopk(
         ``jsparse.init``, ``jsparse.local_value_and_grad``), pass both: ``(inter, intra)``.
       density: k / n, above 0 and at most 1, of each shard.
       allreduce: the one between the nodes; the paper's, ``allreduce.TopkAllGather()``, by default.
-      select: the selector; ``select.TopK(density)`` by default.
+      select: the selector; the paper's, ``select.MSTopK(density)``, by default.
       wire: as in :func:`sparse_allreduce`, between the nodes; inside them it is ``Full()``.
       scope, dense_below: as in :func:`sparse_allreduce`.
 
@@ -341,13 +341,13 @@ def hitopk(
 
     References:
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section
-      3.2, Algorithm 2 (which keeps no residual).
+      3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
     """
     between = allreduce or TopkAllGather()
     return SparseAllReduce.of(
         Config(
             as_comm(inter),
-            select or TopK(density),
+            MSTopK(density) if select is None else select,
             between,
             wire,
             scope=scope,

@@ -20,3 +20,10 @@ def vector(x: ArrayLike) -> jax.Array:
 def positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def thresholds(values: ArrayLike) -> jax.Array:
+    values = jnp.asarray(values)
+    if values.ndim != 1:
+        raise ValueError(f"thresholds have shape {values.shape}; give one vector of them")
+    return values

@@ -108,6 +108,20 @@ def take_first(words: jax.Array, quota: ArrayLike) -> jax.Array:
     return jnp.where(left >= lax.population_count(words).astype(jnp.int32), words, words & below)
 
 
+def take_circle(words: jax.Array, quota: ArrayLike, start: ArrayLike) -> jax.Array:
+    """The bitmap of ``quota`` members round a circle that begins at the member of rank ``start`` (modulo the count).
+
+    All members, where there are no more than ``quota``.
+
+    >>> take_circle(jnp.array([0b10110], jnp.uint32), 2, start=2)
+    Array([18], dtype=uint32)
+    """
+    total = count(words)
+    wrapped, gap = circle(total, quota, start)
+    last = take_first(words, jnp.where(total > quota, gap + quota, total))
+    return take_first(words, wrapped) | (last & ~take_first(words, wrapped + gap))
+
+
 def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) -> tuple[jax.Array, jax.Array]:
     """Writes a bitmap's members down in ascending order.
 

@@ -57,8 +57,16 @@ def hitopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda axes, density: jsparse.hitopk(*axes, density=density, **kwargs)
 
 
+def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda axes, density: jsparse.hitopk(*axes, density=density, select=make(density))
+
+
 def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda comm, density: jsparse.oktopk(comm, density=density, **kwargs)
+
+
+def topk_allgather_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda comm, density: jsparse.topk_allgather(comm, density=density, select=make(density))
 
 
 def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
@@ -116,8 +124,9 @@ ROWS = [
         oracles.gaussiank,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
     ),
-    Row("hitopk", hitopk(), oracles.hitopk, bound=hitopk_bound, gpus=GPUS),
-    Row("hitopk-wide", hitopk(), oracles.hitopk, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
+    Row("hitopk", hitopk(), oracles.hitopk_ms, bound=hitopk_bound, gpus=GPUS),
+    Row("hitopk-wide", hitopk(), oracles.hitopk_ms, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
+    Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
         "hitopk-oktopk",
         lambda axes, density: jsparse.hitopk(*axes, density=density, allreduce=jsparse.allreduce.OkTopk(density)),
@@ -143,6 +152,22 @@ ROWS = [
         oktopk_selecting(lambda density: select.FixedThreshold(2.0, density)),
         sizes=(2, 7),
         bound=oktopk_bound,
+    ),
+    Row("oktopk-mstopk", oktopk_selecting(select.MSTopK), sizes=(2, 7), bound=oktopk_bound),
+    # Fewer in expectation, so that all three together do not exceed 3 k.
+    Row(
+        "topk_allgather-stochastic",
+        topk_allgather_selecting(lambda density: select.StochasticTopK(0.8 * density)),
+        sizes=(3,),
+    ),
+    Row("topk_allgather-dgc", topk_allgather_selecting(select.DgcThreshold), sizes=(3,)),
+    Row("topk_allgather-bucketed", topk_allgather_selecting(lambda d: select.BucketedTopK(d, 64)), sizes=(3,)),
+    Row("topk_allgather-chunked", topk_allgather_selecting(select.ChunkedTopK), sizes=(3,)),
+    Row("topk_allgather-random_k", topk_allgather_selecting(select.RandomK), sizes=(3,)),
+    Row(
+        "topk_allgather-random_k-own",
+        topk_allgather_selecting(lambda density: select.RandomK(density, shared=False)),
+        sizes=(3,),
     ),
     Row(
         "gtopk",

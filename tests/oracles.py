@@ -28,6 +28,62 @@ def top_k(acc: np.ndarray, k: int) -> np.ndarray:
     return np.sort(order[acc[order] != 0])
 
 
+def ms_top_k(x: np.ndarray, k: int, searches: int, turn: int) -> np.ndarray:
+    """Algorithm 1 of MSTopK, its ratio running over the representable numbers: the indices, ascending.
+
+    Below the mean where fewer than k reach it; the window begins at ``turn`` times its length, round a circle.
+    """
+    a = np.abs(x)
+    bits = a.view(np.int32)
+
+    def nnz(threshold: int) -> int:
+        return np.count_nonzero((bits >= threshold) & (a > 0))
+
+    tiny, mean = np.array([np.finfo(x.dtype).tiny, a.mean(dtype=np.float64)], x.dtype).view(np.int32).tolist()
+    if nnz(tiny) <= k:
+        return np.flatnonzero(a)
+    l, r = (mean, int(bits.max()) + 1) if nnz(mean) > k else (tiny, mean)
+    for _ in range(searches):
+        threshold = l + (r - l) // 2
+        if nnz(threshold) <= k:
+            r = threshold
+        else:
+            l = threshold
+    above = np.flatnonzero(bits >= r)
+    between = np.flatnonzero((bits < r) & (bits >= l))
+    missing = k - len(above)
+    return np.sort(np.concatenate([above, np.roll(between, -(turn * missing % max(len(between), 1)))[:missing]]))
+
+
+def dgc_thresholds(acc: np.ndarray, density: float, stride: int) -> list[float]:
+    """DGC's threshold (``_sparsify`` in the authors' ``dgc/compression.py``), for each first element of its sample."""
+    k = max(1, round(density * len(acc)))
+    importance, found = np.abs(acc), []
+    for first in range(stride):
+        sample = importance[first::stride][: len(acc) // stride]
+        threshold = np.sort(sample)[-math.ceil(density * len(sample))]
+        for _ in range(10):
+            if np.count_nonzero(importance >= threshold) >= 0.8 * k:
+                break
+            threshold = np.float32(threshold * np.float32(0.8))
+        if np.count_nonzero(importance >= threshold) > 1.3 * k:
+            threshold = np.sort(importance)[-k]
+        found.append(threshold)
+    return found
+
+
+def stochastic_probabilities(v: np.ndarray, k: int, rule: str) -> np.ndarray:
+    """The thesis's two rules, section 2.4.1."""
+    v = np.abs(v.astype(np.float64))
+    n, one, infinity = len(v), v.sum(), v.max()
+    if rule == "capped":
+        return np.minimum(1, k * v / one)
+    if infinity <= one / k:
+        return k * v / one
+    epsilon = (k * infinity - one) / (n - k)
+    return k * (v + epsilon) / (one + n * epsilon)
+
+
 def dense(accs: np.ndarray, **_) -> Expected:
     return Expected(accs.sum(0, dtype=accs.dtype), accs)
 
@@ -67,6 +123,21 @@ def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:
         begin = worker % gpus * shard
         chosen = begin + top_k(acc[begin : begin + shard], max(1, round(density * shard)))
         delivered[worker, chosen] = acc[chosen]
+    return Expected(_ordered_sum(delivered), delivered)
+
+
+def hitopk_ms(accs: np.ndarray, *, density: float, gpus: int, delivered: np.ndarray, **_) -> Expected:
+    """HiTopKComm with MSTopK, which may choose among elements near the k-th magnitude: here, among those that tie.
+
+    ``delivered`` is what was chosen, which this checks before it uses it: k of each shard, as large as the top-k's.
+    """
+    shard = math.ceil(accs.shape[1] / gpus)
+    for worker, acc in enumerate(accs):
+        part = slice(worker % gpus * shard, (worker % gpus + 1) * shard)
+        exact = acc[part][top_k(acc[part], max(1, round(density * shard)))]
+        chosen = np.flatnonzero(delivered[worker])
+        assert set(delivered[worker, chosen] / acc[chosen]) <= {1}
+        np.testing.assert_array_equal(np.sort(np.abs(delivered[worker, chosen])), np.sort(np.abs(exact)))
     return Expected(_ordered_sum(delivered), delivered)
 
 

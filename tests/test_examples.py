@@ -212,13 +212,22 @@ def test_bench_select(tmp_path, capsys):
     out = capsys.readouterr().out
     assert plot.exists()
     forms = {form["name"]: form for form in json.loads(figures.read_text())["forms"]}
-    for name in ("lax.top_k", "lax.approx_max_k", "jnp.nonzero(size=k)", "TopK", "select_above"):
+    for name in ("lax.top_k", "lax.approx_max_k", "jnp.nonzero(size=k)", "TopK", "MSTopK", "select_above"):
         assert name in out
         assert forms[name]["selected_over_k"] == 1
+        assert forms[name]["deviation_from_k"] == 0
         assert forms[name]["of_the_exact_top_k"] == 1
         assert forms[name]["median_ms"] > 0
     cli.main([*arguments, "--json", "-", "--distribution", "layered"])
     assert json.loads(capsys.readouterr().out)["distribution"] == "layered"
+    for name in (name for name in jsparse.select.__all__ if hasattr(getattr(jsparse.select, name), "density")):
+        assert name in forms
+    cli.main([*arguments, "--json", "-", "--distribution", "digits"])
+    figures = json.loads(capsys.readouterr().out)
+    assert 49_000 < figures["size"] <= 50_000
+    forms = {form["name"]: form for form in figures["forms"]}
+    assert forms["MSTopK"]["of_the_exact_top_k"] > 0.99
+    assert forms["RandomK"]["of_the_exact_top_k"] < 0.1
 
 
 def test_bench_pto(tmp_path, capsys, monkeypatch):
@@ -292,6 +301,7 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
         (["bench", "select", "--size", "0"], "at least 1"),
         (["bench", "pto", "--workers", "0"], "at least 1"),
         (["bench", "pto", "--workers", "1000"], "1000 workers need as many devices"),
+        (["bench", "select", "--size", "80", "--distribution", "digits"], "87 parameters"),
         (["plan", "--workers", "4"], "--parameters, --bandwidth"),
         ([*PLAN, "--density", "0"], "density is 0.0"),
         ([*PLAN, "--parameters", "0"], "--parameters is 0"),

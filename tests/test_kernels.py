@@ -83,6 +83,11 @@ def test_nan_is_never_selected(n: int):
     x[1] = np.inf
     found, _ = jitted_top_k(x, n // 100)
     assert_run(x, found, top_k(x, n // 100))
+    for searches in (1, 32):
+        found = jitted_ms_top_k(x, n // 100, searches)
+        assert np.isfinite(found[0][found[1] != 1]).all()
+        assert found[2] == n // 100
+        assert 1 in found[1]
     everything, _ = jitted_top_k(x, n)
     assert_run(x, everything, np.flatnonzero(~np.isnan(x)))
 
@@ -101,6 +106,67 @@ def test_select_above(name: str, n: int):
         found, count = jitted_above(x, threshold, n + 3)
         assert_run(x, found, expected)
         assert count == len(expected)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def jitted_ms_top_k(x, k, searches, turn=0):
+    return kernels_pallas.select_ms_top_k(x, k, searches=searches, turn=turn)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize(
+    "n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+)
+def test_ms_top_k_finds_the_largest_magnitudes(name: str, n: int, k: int):
+    """With as many searches as a magnitude has bits it is exact, ties apart."""
+    x = make(name, n)
+    values, indices, count = (np.asarray(part) for part in jitted_ms_top_k(x, k, 32))
+    expected = top_k(x, k)
+    assert_run(x, (values, indices, count), indices[: len(expected)])
+    assert (np.diff(indices[:count]) > 0).all()
+    np.testing.assert_array_equal(np.sort(np.abs(x[indices[:count]])), np.sort(np.abs(x[expected])))
+
+
+@pytest.mark.parametrize("searches", [2, 6, 12, 30])
+@pytest.mark.parametrize("name", ["gaussian", "heavy", "ties", "constant", "few elements", "one layer"])
+def test_ms_top_k_follows_the_paper(name: str, searches: int):
+    x = make(name, 20_000)
+    for turn in (0, 1, 7):
+        found = jitted_ms_top_k(x, 200, searches, turn)
+        assert_run(x, found, oracles.ms_top_k(x, 200, searches, turn))
+
+
+def test_ms_top_k_on_gaussian_values():
+    """The paper's figure: with 30 searches more than 99 % are those of the exact top-k."""
+    x = make("gaussian", LONG)
+    for k, searches, least in ((300, 30, 0.99), (3000, 30, 0.99), (3000, 8, 0.9)):
+        found = np.intersect1d(jitted_ms_top_k(x, k, searches)[1], top_k(x, k)).size / k
+        assert found > least
+        assert searches == 30 or found < 1
+
+
+def test_the_window_of_ms_top_k_turns():
+    x = np.where(np.arange(100) % 3 == 0, 1.0, 0.0)  # 34 qualify
+    members = np.flatnonzero(x)
+    for turn in range(8):
+        expected = np.sort(np.roll(members, -(10 * turn % 34))[:10])
+        np.testing.assert_array_equal(jitted_ms_top_k(jnp.asarray(x, jnp.float32), 10, 30, turn)[1], expected)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("n", [1, 33, 70_000])
+def test_counts_and_norms(name: str, n: int):
+    x = make(name, n)
+    thresholds = np.array([0.0, 1.0, np.median(np.abs(x)), 2.5, 1e30], np.float32)
+    counts, (largest, total) = jitted_statistics(x, thresholds)
+    np.testing.assert_array_equal(counts, [np.count_nonzero((np.abs(x) >= t) & (x != 0)) for t in thresholds])
+    assert largest == np.abs(x).max()
+    assert total == pytest.approx((np.abs(x) / max(np.abs(x).max(), 1e-30)).sum(dtype=np.float64), rel=1e-5)
+
+
+@jax.jit
+def jitted_statistics(x, thresholds):
+    return kernels_pallas.count_above_many(x, thresholds), kernels_pallas.norms(x)
 
 
 def test_what_overflows_is_taken_in_turn():
@@ -140,6 +206,7 @@ def test_float64(n: int):
         found, threshold = jitted_top_k(jnp.asarray(x), n // 50)
         assert found[0].dtype == threshold.dtype == jnp.float64
         assert_run(x, found, top_k(x, n // 50))
+        assert_run(x, jitted_ms_top_k(jnp.asarray(x), n // 50, 64), top_k(x, n // 50))
 
 
 floats = st.floats(width=32, allow_nan=False, allow_subnormal=False)
@@ -164,6 +231,7 @@ def set_operations(a, b, quota):
         "members": bitmap.members(words, 100, 100)[0],
         "mark": bitmap.members(bitmap.mark(words, jnp.where(b < 100, b, 2**30)), 100, 100)[0],
         "take_first": bitmap.members(bitmap.take_first(words, quota), 100, 100)[0],
+        "take_circle": bitmap.members(bitmap.take_circle(words, quota, 3 * quota), 100, 100)[0],
     }
 
 
@@ -183,6 +251,7 @@ def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
         "members": padded(a),
         "mark": padded(a | b),
         "take_first": padded(sorted(a)[:quota]),
+        "take_circle": padded(np.roll(sorted(a), -(3 * quota % max(len(a), 1)))[:quota]),
     }
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -198,6 +267,8 @@ def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
         (lambda: kernels_pallas.select_top_k(jnp.ones(4, jnp.bfloat16), 1), "cast"),
         (lambda: kernels_pallas.select_top_k(jnp.ones(4), 0), "at least 1"),
         (lambda: kernels_pallas.select_above(jnp.ones(4), 1.0, 0), "capacity is 0"),
+        (lambda: kernels_pallas.select_ms_top_k(jnp.ones(4), 1, searches=0), "searches is 0"),
+        (lambda: kernels_pallas.count_above_many(jnp.ones(4), 1.0), "one vector of them"),
         (lambda: kernels_pallas.estimate_kth_magnitude(jnp.ones(4), 1, sample=0), "sample is 0"),
         (
             lambda: jax.eval_shape(

@@ -9,8 +9,21 @@ import pytest
 import rich.progress
 
 import jsparse
+import oracles
 from examples import data, train
-from jsparse.select import FixedThreshold, GaussianThreshold, ReusedThreshold, SampledThreshold, TopK
+from jsparse.select import (
+    BucketedTopK,
+    ChunkedTopK,
+    DgcThreshold,
+    FixedThreshold,
+    GaussianThreshold,
+    MSTopK,
+    RandomK,
+    ReusedThreshold,
+    SampledThreshold,
+    StochasticTopK,
+    TopK,
+)
 
 N = 40_000
 DENSITY = 0.01
@@ -21,6 +34,21 @@ SELECTORS = [
     ReusedThreshold(DENSITY),
     GaussianThreshold(DENSITY),
     FixedThreshold(2.0, DENSITY),
+    DgcThreshold(DENSITY),
+]
+# Those that do not select by a threshold alone.
+OTHERS = [
+    MSTopK(DENSITY),
+    MSTopK(DENSITY, searches=4),
+    RandomK(DENSITY),
+    RandomK(DENSITY, shared=False),
+    RandomK(0.7),
+    BucketedTopK(DENSITY),
+    BucketedTopK(0.0005),
+    ChunkedTopK(DENSITY),
+    ChunkedTopK(0.7),
+    StochasticTopK(DENSITY),
+    StochasticTopK(DENSITY, "capped"),
 ]
 
 
@@ -57,14 +85,169 @@ def test_what_is_selected_reaches_the_threshold(select):
         assert state.selected[0] == np.count_nonzero(np.abs(acc) >= state.threshold[0])
 
 
+@pytest.mark.parametrize("select", OTHERS, ids=repr)
+def test_what_is_selected_is_of_the_vector(select):
+    k = round(select.density * N)
+    for acc, values, indices, state in run(select, gradients(5), 0.2):
+        assert (np.diff(indices) > 0).all()
+        np.testing.assert_array_equal(values, acc[indices])
+        assert np.abs(values).min() == state.threshold[0] > 0
+        assert len(indices) == state.selected[0]
+        if not isinstance(select, StochasticTopK):
+            assert len(indices) == k
+
+
 @pytest.mark.parametrize("share", [1.0, 0.15])
 @pytest.mark.parametrize(
-    ("select", "limit"), [(TopK(DENSITY), 0.0), (SampledThreshold(DENSITY), 0.05), (ReusedThreshold(DENSITY), 0.11)]
+    ("select", "limit"),
+    [
+        (TopK(DENSITY), 0.0),
+        (MSTopK(DENSITY), 0.0),
+        (BucketedTopK(DENSITY), 0.0),
+        (SampledThreshold(DENSITY), 0.05),
+        (ReusedThreshold(DENSITY), 0.11),
+        (DgcThreshold(DENSITY, sample=0.05), 0.2),
+    ],
 )
 def test_the_count_stays_near_k_for_200_steps(select, limit: float, share: float):
     selected = [int(state.selected[0]) for *_, state in run(select, gradients(200), share)]
     assert np.mean(np.abs(np.array(selected) / K - 1)) <= limit
     assert max(selected) <= 2 * K
+
+
+def at_steps(select, acc: np.ndarray, steps: int, rank: int = 0) -> np.ndarray:
+    """What is selected of the same vector in successive steps: booleans of shape ``(steps, n)``."""
+
+    def one(step):
+        x, _ = select(jnp.asarray(acc), select.init(len(acc), jnp.float32), step, jnp.int32(rank))
+        return x.indices
+
+    indices = np.asarray(jax.jit(jax.vmap(one))(jnp.arange(steps, dtype=jnp.int32)))
+    chosen = np.zeros((steps, len(acc) + 1), bool)
+    chosen[np.arange(steps)[:, None], indices] = True
+    return chosen[:, :-1]
+
+
+def assert_frequent(chosen: np.ndarray, probability: np.ndarray) -> None:
+    """A chi-square test of how often each element was selected: false alarms in one of 10,000 seeds."""
+    steps = len(chosen)
+    tested = (steps * probability > 5) & (steps * (1 - probability) > 5)
+    assert (chosen[:, probability <= 0].sum(0) == 0).all()
+    assert chosen[:, probability > 1 - 1e-6].all()
+    p, freedom = probability[tested], tested.sum()
+    assert freedom > 100
+    statistic = ((chosen[:, tested].sum(0) - steps * p) ** 2 / (steps * p * (1 - p))).sum()
+    assert abs(statistic - freedom) < 3.9 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.8])
+@pytest.mark.parametrize("shared", [True, False])
+def test_random_k_is_uniform(density: float, shared: bool):
+    n, steps = 500, 2000
+    k = round(density * n)
+    select = RandomK(density, shared=shared, seed=1)
+    chosen = at_steps(select, np.ones(n, np.float32), steps)
+    assert (chosen.sum(1) == k).all()
+    # The counts add up to k in each step, which takes a degree of freedom of n away.
+    assert_frequent(chosen, np.full(n, density))
+    for distance in (1, 2, 32):
+        pairs = (chosen & np.roll(chosen, distance, axis=1)).sum()
+        expected = steps * n * k * (k - 1) / (n * (n - 1))
+        assert abs(pairs - expected) < 5 * np.sqrt(expected)
+    others = at_steps(select, np.ones(n, np.float32), steps, rank=1)
+    if shared:
+        np.testing.assert_array_equal(chosen, others)
+    else:
+        common, expected = (chosen & others).sum(), steps * k * k / n
+        assert abs(common - expected) < 5 * np.sqrt(expected)
+
+
+def test_random_k_drops_zeros():
+    acc = (np.arange(N) % 4 > 0).astype(np.float32)
+    chosen = at_steps(RandomK(DENSITY), acc, 50)
+    assert not chosen[:, acc == 0].any()
+    assert abs(chosen.sum() - 0.75 * K * 50) < 5 * np.sqrt(0.1875 * K * 50)
+
+
+@pytest.mark.parametrize("rule", ["exact", "capped"])
+@pytest.mark.parametrize("tails", ["short", "heavy"])
+def test_stochastic_selects_by_probability(rule: str, tails: str):
+    """Theorem 2.1: k in expectation; "heavy" has elements whose share of the norm is beyond 1 / k."""
+    n, steps, density = 1000, 4000, 0.05
+    rng = np.random.default_rng(0)
+    acc = (rng.uniform(-1, 1, n) if tails == "short" else rng.standard_t(1, n)).astype(np.float32)
+    probability = oracles.stochastic_probabilities(acc, 50, rule)
+    chosen = at_steps(StochasticTopK(density, rule), acc, steps)
+    assert_frequent(chosen, probability)
+    expected = probability.sum()
+    assert expected == pytest.approx(50) or (rule, tails) == ("capped", "heavy")
+    assert expected <= 50 + 1e-9
+    # Four standard errors: false alarms in one of 10,000 seeds. What overflows in one step of 30,000 is less.
+    assert abs(chosen.sum(1).mean() - expected) < 4 * np.sqrt((probability * (1 - probability)).sum() / steps)
+    others = at_steps(StochasticTopK(density, rule), acc, 3, rank=1)
+    assert (others != chosen[:3]).any(axis=1).all()
+
+
+def test_stochastic_overflows():
+    """With k = 1 there is room for five, which one step in 1,700 exceeds."""
+    select, acc = StochasticTopK(0.01), jnp.ones(100)
+
+    def one(step):
+        x, state = select(acc, select.init(100, jnp.float32), step, jnp.int32(0))
+        return x.count, state.selected[0]
+
+    counts, selected = jax.jit(jax.vmap(one))(jnp.arange(20_000, dtype=jnp.int32))
+    assert counts.max() == 5 < selected.max()
+    np.testing.assert_array_equal(counts, np.minimum(selected, 5))
+
+
+@pytest.mark.parametrize(("n", "density", "bucket"), [(N, DENSITY, 512), (1003, 0.05, 64), (N, 0.0005, 512)])
+def test_bucketed_selects_the_top_of_each_bucket(n: int, density: float, bucket: int):
+    acc = next(gradients(1))[:n]
+    steps = 60
+    chosen = at_steps(BucketedTopK(density, bucket), acc, steps)
+    k = round(density * n)
+    assert (chosen.sum(1) == k).all()
+    for begin in range(0, n, bucket):
+        part = acc[begin : begin + bucket]
+        counts = chosen[:, begin : begin + bucket].sum(1)
+        share = k * len(part) / n
+        assert set(counts) <= {int(share), int(np.ceil(share))}
+        assert counts.mean() == pytest.approx(share, abs=0.05)
+        for count, step in {count: step for step, count in enumerate(counts)}.items():
+            expected = oracles.top_k(part, count)
+            np.testing.assert_array_equal(np.flatnonzero(chosen[step, begin : begin + bucket]), expected)
+
+
+@pytest.mark.parametrize("density", [DENSITY, 0.0123, 0.3, 0.9, 1.0])
+def test_chunked_selects_the_largest_of_each_chunk(density: float):
+    acc = next(gradients(1))
+    k = round(density * N)
+    chunks = np.array_split(np.arange(N), k)
+    expected = [chunk[np.argmax(np.abs(acc[chunk]))] for chunk in chunks]
+    np.testing.assert_array_equal(np.flatnonzero(at_steps(ChunkedTopK(density), acc, 1)[0]), expected)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "heavy", "periodic", "sparse"])
+def test_dgc_follows_the_authors_code(name: str):
+    """The threshold is the one of some first element, and of various."""
+    rng = np.random.default_rng(0)
+    acc = {
+        "gaussian": rng.standard_normal(N),
+        "heavy": rng.standard_t(1, N),
+        # The sample sees all of the large elements, or none.
+        "periodic": np.where(np.arange(N) % 99 == 0, 100, 1) * rng.standard_normal(N),
+        "sparse": rng.standard_normal(N) * (np.arange(N) % 120 == 0),
+    }[name].astype(np.float32)
+    select = DgcThreshold(DENSITY)
+    allowed, seen = np.array(oracles.dgc_thresholds(acc, DENSITY, 99)), set()
+    call = jax.jit(lambda step: select(jnp.asarray(acc), select.init(N, jnp.float32), step, jnp.int32(0)))
+    for step in range(12):
+        x, state = call(jnp.int32(step))
+        seen.add(float(state.threshold[0]))
+        assert np.min(np.abs(allowed - state.threshold[0]) / np.maximum(allowed, 1e-30)) < 1e-5
+        assert x.count <= K
+    assert len(seen) > {"gaussian": 3, "heavy": 3, "periodic": 1, "sparse": 0}[name]
 
 
 @pytest.mark.parametrize("name", ["gaussian", "short tails", "heavy tails", "huge"])
@@ -100,14 +283,30 @@ def test_a_lost_threshold_is_found_again():
     assert max(np.abs(np.array(counts) - K)) <= 0.5 * K
 
 
-@pytest.mark.parametrize("select", SELECTORS, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("name", ["zeros", "constant", "few"])
+@pytest.mark.parametrize("select", [s for s in SELECTORS + OTHERS if s.density == DENSITY], ids=repr)
+@pytest.mark.parametrize("name", ["zeros", "constant", "few", "one huge"])
 def test_degenerate_vectors(select, name: str):
-    acc = {"zeros": np.zeros(N), "constant": np.full(N, 3.0), "few": np.eye(1, N, 7)[0] * 5}[name].astype(np.float32)
+    acc = {
+        "zeros": np.zeros(N),
+        "constant": np.full(N, 3.0),
+        "few": np.eye(1, N, 7)[0] * 5,
+        "one huge": np.where(np.arange(N) == 7, 3e38, 3.0),
+    }[name].astype(np.float32)
     state = select.init(N, jnp.float32)
+    call = jax.jit(select)
     for step in range(3):
-        x, state = select(jnp.asarray(acc), state, jnp.int32(step), jnp.int32(0))
-        assert x.count == {"zeros": 0, "constant": K, "few": 1}[name]
+        x, state = call(jnp.asarray(acc), state, jnp.int32(step), jnp.int32(0))
+        least = most = {"zeros": 0, "few": 1}.get(name, K)
+        if isinstance(select, RandomK) and name == "few":
+            least = 0
+        elif isinstance(select, StochasticTopK) and name in ("constant", "one huge"):
+            # Five standard deviations; cut to 1, the huge one's probability leaves next to nothing to the others.
+            least, most = (1, 1) if (select.rule, name) == ("capped", "one huge") else (K - 100, K + 100)
+        elif isinstance(select, GaussianThreshold) and name == "one huge":
+            least = 1
+        assert least <= x.count <= most
+        if name == "one huge" and isinstance(select, TopK | MSTopK | BucketedTopK | ChunkedTopK | StochasticTopK):
+            assert 7 in x.indices
         assert np.isfinite(state.threshold[0])
 
 

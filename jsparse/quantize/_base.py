@@ -161,8 +161,8 @@ class Scaled:
 
 
 def largest(rows: jax.Array) -> jax.Array:
-    """The largest magnitude of each row; NaN where one is NaN."""
-    return jnp.max(jnp.abs(rows), axis=1)
+    """The largest magnitude of each row; NaN where one is not finite, which a maximum by itself may pass over."""
+    return jnp.where(jnp.all(jnp.isfinite(rows), axis=1), jnp.max(jnp.abs(rows), axis=1), jnp.nan)
 
 
 def total(rows: jax.Array) -> jax.Array:
@@ -175,7 +175,9 @@ def total(rows: jax.Array) -> jax.Array:
 
 def share(rows: jax.Array, whole: jax.Array) -> jax.Array:
     """``|rows| / whole``, from 0 to 1; 0 in a row whose whole is 0, or too small to divide by."""
-    return jnp.abs(rows) / jnp.where(whole < jnp.finfo(whole.dtype).tiny, 1, whole)[:, None]
+    # Eighths: the reciprocal of the largest floats is too small to be one.
+    whole = whole / 8
+    return jnp.abs(rows / 8) / jnp.where(whole < jnp.finfo(whole.dtype).tiny, 1, whole)[:, None]
 
 
 def check_levels(levels: int, most: int = 2**15) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Exact, Quantizer, pack, packed_words, total, unpack
+from ._base import Exact, Quantizer, largest, pack, packed_words, share, total, unpack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Codebook(Quantizer):
         part = (logs - low) / jnp.where(high > low, high - low, 1)
         bins = jnp.clip(jnp.where(used, part, 0) * self._bins, 0, self._bins - 1).astype(jnp.int32)
         members = (bins[None] == jnp.arange(self._bins)[:, None]) & used[None]
-        top = jnp.max(magnitudes, initial=0)
-        sums = total(jnp.where(members, (magnitudes / jnp.where(top > 0, top, 1))[None], 0))
+        top = largest(values[None])
+        sums = total(jnp.where(members, share(values[None], top), 0))
         book = top * (sums / jnp.maximum(jnp.sum(members, axis=1), 1))
         digits = 2 * bins + (values < 0)
         return jnp.concatenate([Exact().encode(book.astype(values.dtype), key), pack(digits, 2 * self._bins)])

@@ -1,19 +1,31 @@
 """Selectors: which elements of a vector are sent."""
 
 from ._base import Selector, SelectorState
+from .bucketed import BucketedTopK
+from .chunked import ChunkedTopK
+from .dgc import DgcThreshold
 from .fixed import FixedThreshold
 from .gaussian import GaussianThreshold
+from .mstopk import MSTopK
+from .random_k import RandomK
 from .reused import ReusedThreshold, ReusedThresholdState
 from .sampled import SampledThreshold
+from .stochastic import StochasticTopK
 from .top_k import TopK
 
 __all__ = [
+    "BucketedTopK",
+    "ChunkedTopK",
+    "DgcThreshold",
     "FixedThreshold",
     "GaussianThreshold",
+    "MSTopK",
+    "RandomK",
     "ReusedThreshold",
     "ReusedThresholdState",
     "SampledThreshold",
     "Selector",
     "SelectorState",
+    "StochasticTopK",
     "TopK",
 ]

@@ -4,7 +4,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
+
+from kernels_pallas import bitmap, select_above
 
 from .._sparse_vector import SparseVector
 
@@ -39,7 +41,8 @@ class SelectorState(NamedTuple):
     """What a selector reports.
 
     Attributes:
-      threshold: shape ``(1,)``: the magnitude at or above which elements qualified.
+      threshold: shape ``(1,)``: the magnitude at or above which elements qualified; the smallest selected one, where
+        others of that magnitude may not have.
       selected: shape ``(1,)``, int32: how many qualified, including what overflowed the buffer.
     """
 
@@ -49,3 +52,26 @@ class SelectorState(NamedTuple):
 
 def initial_state(dtype: DTypeLike) -> SelectorState:
     return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
+
+
+def report(x: SparseVector, selected: jax.Array) -> SelectorState:
+    """The state after selecting ``x`` by other means than a threshold: its smallest magnitude, 0 if it is empty."""
+    smallest = jnp.min(jnp.where(x.indices < x.n, jnp.abs(x.values), jnp.inf))
+    return SelectorState(jnp.where(x.count > 0, smallest, 0)[None], selected[None])
+
+
+def take_indices(acc: jax.Array, indices: jax.Array) -> tuple[SparseVector, SelectorState]:
+    """The elements at ascending indices, padded with n, without those that are zero or NaN."""
+    n = acc.shape[0]
+    values, places, count = select_above(acc.at[indices].get(mode="fill", fill_value=0), 0, indices.shape[0])
+    x = SparseVector(values, indices.at[places].get(mode="fill", fill_value=n), n)
+    return x, report(x, count)
+
+
+def take_members(
+    acc: jax.Array, words: jax.Array, capacity: int, start: ArrayLike = 0
+) -> tuple[SparseVector, SelectorState]:
+    """The elements that a bitmap marks, without those that are zero or NaN; round a circle, if they are too many."""
+    indices, count = bitmap.members(words, capacity, acc.shape[0], start)
+    x, state = take_indices(acc, indices)
+    return x, state._replace(selected=state.selected + jnp.maximum(count - capacity, 0))

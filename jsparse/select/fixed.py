@@ -1,12 +1,14 @@
 """A fixed threshold."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas import bitmap, select_above
+from kernels_pallas import bitmap, count_above, select_above, varying_as
 
 from .._density import check_density, elements_kept
 from .._sparse_vector import SparseVector
@@ -51,3 +53,24 @@ def take_above(
         threshold = jnp.zeros_like(threshold)
     values, indices, count = select_above(acc, threshold, k, start=bitmap.turn(step, k))
     return SparseVector(values, indices, n), SelectorState(threshold[None], count[None])
+
+
+def scale_threshold(
+    acc: jax.Array,
+    start: tuple[jax.Array, jax.Array],
+    factor: float,
+    outside: Callable[[jax.Array], jax.Array],
+    rounds: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Multiplies the threshold, the first of ``(threshold, count)``, while the count is outside, so often at most."""
+
+    def proceed(carry):
+        number, _, count = carry
+        return (number < rounds) & outside(count)
+
+    def scale(carry):
+        number, threshold, _ = carry
+        threshold = factor * threshold
+        return number + 1, threshold, count_above(acc, threshold)
+
+    return lax.while_loop(proceed, scale, (varying_as(jnp.int32(0), acc), *start))[1:]

@@ -2,19 +2,17 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas import count_above, varying_as
+from kernels_pallas import count_above
 
 from .._density import check_density, elements_kept
 from .._sparse_vector import SparseVector
 from ._base import SelectorState, initial_state
-from .fixed import take_above
+from .fixed import scale_threshold, take_above
 
 # By what a threshold is scaled, and how often at most: to a thousandth, or a thousandfold.
 SCALE = 0.9
@@ -55,27 +53,7 @@ class GaussianThreshold:
         # What overflowed while it was squared, too.
         threshold = jnp.where(estimate < largest, estimate, largest)
 
-        raised = _scale(acc, (threshold, count_above(acc, threshold)), 1 / SCALE, lambda count: count > 4 / 3 * k)
-        threshold, _ = _scale(acc, raised, SCALE, lambda count: count < 3 / 4 * k)
+        start = threshold, count_above(acc, threshold)
+        raised = scale_threshold(acc, start, 1 / SCALE, lambda count: count > 4 / 3 * k, ROUNDS)
+        threshold, _ = scale_threshold(acc, raised, SCALE, lambda count: count < 3 / 4 * k, ROUNDS)
         return take_above(acc, threshold, self.density, step)
-
-
-def _scale(
-    acc: jax.Array,
-    start: tuple[jax.Array, jax.Array],
-    factor: float,
-    outside: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the threshold, the first of ``(threshold, count)``, while the count is outside."""
-
-    def proceed(carry):
-        number, _, count = carry
-        return (number < ROUNDS) & outside(count)
-
-    def scale(carry):
-        number, threshold, _ = carry
-        threshold = factor * threshold
-        return number + 1, threshold, count_above(acc, threshold)
-
-    _, threshold, count = lax.while_loop(proceed, scale, (varying_as(jnp.int32(0), acc), *start))
-    return threshold, count

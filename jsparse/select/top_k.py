@@ -3,14 +3,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kernels_pallas import select_top_k
 
 from .._density import check_density, elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state
+from ._base import SelectorState, initial_state, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +37,5 @@ class TopK:
     ) -> tuple[SparseVector, SelectorState]:
         n = acc.shape[0]
         values, indices, count = select_top_k(acc, elements_kept(self.density, n))
-        smallest = jnp.min(jnp.where(indices < n, jnp.abs(values), jnp.inf))
-        threshold = jnp.where(count > 0, smallest, 0)
-        return SparseVector(values, indices, n), SelectorState(threshold[None], count[None])
+        x = SparseVector(values, indices, n)
+        return x, report(x, count)

@@ -7,6 +7,7 @@ superset. Whether the superset holds the k-th is checked, not assumed.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,27 @@ def superset(x: jax.Array, k: int, capacity: int) -> tuple[jax.Array, jax.Array,
     lower = search(sample(x, SAMPLE), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
     values, indices, count = take(x, above(x, lower), capacity)
     return values, indices, (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
+
+
+def in_superset(
+    x: jax.Array, k: int, choose: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What ``choose`` writes down of a vector, chosen from the superset of its k largest where that is shorter.
+
+    Args:
+      choose: makes ``(values, indices, count)`` of a vector, and takes nothing that is not among its k largest but for
+        what stands in every superset of them: the indices are then those in ``x``.
+    """
+    capacity = superset_capacity(x.shape[0], k)
+    if capacity is None:
+        return choose(x)
+    values, indices, holds = superset(x, k, capacity)
+
+    def of_superset():
+        kept, places, count = choose(values)
+        return kept, indices.at[places].get(mode="fill", fill_value=x.shape[0]), count
+
+    return lax.cond(holds, of_superset, lambda: choose(x))
 
 
 def sample(x: jax.Array, size: int) -> jax.Array:

@@ -1,0 +1,71 @@
+"""Top-k of each of many short buckets."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from kernels_pallas import bitmap
+
+from .._density import check_density, elements_kept
+from .._sparse_vector import SparseVector
+from ._base import SelectorState, initial_state, take_members
+from .fixed import take_above
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketedTopK:
+    """Selects the largest elements of every 512 consecutive ones, k in all.
+
+    Each bucket has its share of k. Where that is no whole number, buckets take turns at the element that is left over.
+    Ties go to the lowest index. Sorts buckets, not the vector, and so takes a copy of its magnitudes.
+
+    Attributes:
+      density: k / n, above 0 and at most 1: the thesis's number of elements of each bucket, over ``bucket``.
+      bucket: length of a bucket, at least 1.
+
+    References:
+      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
+      4.3.1.
+    """
+
+    density: float
+    bucket: int = 512
+
+    def __post_init__(self):
+        check_density(self.density)
+        if self.bucket < 1:
+            raise ValueError(f"bucket is {self.bucket}; it is a number of elements, at least 1, such as 512")
+
+    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
+        return initial_state(dtype)
+
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
+        n = acc.shape[0]
+        k = elements_kept(self.density, n)
+        if k >= n:
+            return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
+        buckets, most = -(-n // self.bucket), min(self.bucket, -(-self.bucket * k // n))
+        magnitudes = jnp.where(jnp.isnan(acc), 0, jnp.abs(acc))
+        rows = jnp.pad(magnitudes, (0, buckets * self.bucket - n), constant_values=-1).reshape(buckets, self.bucket)
+        places = lax.top_k(rows, most)[1] + self.bucket * lax.iota(jnp.int32, buckets)[:, None]
+        within = lax.iota(jnp.int32, most)[None] < _quotas(n, k, self.bucket, step)[:, None]
+        places = jnp.where(within, places, 2**31 - 1)
+        words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
+        return take_members(acc, words, k)
+
+
+def _quotas(n: int, k: int, bucket: int, step: jax.Array) -> jax.Array:
+    """How many elements each bucket has to select: by its length, k in all; int32."""
+    ends = np.minimum(np.arange(1, -(-n // bucket) + 1) * bucket, n)
+    whole, rest = np.divmod(ends * k, n)
+    # Multiples of the golden ratio are spread evenly over the circle (Knuth's multiplicative hash).
+    turn = (step.astype(jnp.uint32) * jnp.uint32(2654435769) >> 8).astype(jnp.float32) * (n / 2**24)
+    turn = jnp.minimum(turn.astype(jnp.uint32), n - 1)
+    reached = whole.astype(np.int32) + (rest.astype(np.uint32) + turn >= n).astype(jnp.int32)
+    return jnp.diff(reached, prepend=0)

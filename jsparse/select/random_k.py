@@ -1,0 +1,84 @@
+"""Random-k."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from kernels_pallas import bitmap, varying_as
+
+from .._density import check_density, elements_kept
+from .._random import key_of
+from .._sparse_vector import SparseVector
+from ._base import SelectorState, initial_state, take_members
+from .fixed import take_above
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomK:
+    """Selects k elements at random, all sets of k alike probable.
+
+    An element that is zero has nothing to send: it is dropped, and fewer than k are selected. Nothing is scaled by
+    ``n / k``: what was not selected is in the residual.
+
+    Attributes:
+      density: k / n, above 0 and at most 1.
+      shared: whether all workers select the same elements, which follow from seed and step, without communication;
+        otherwise each worker selects its own.
+      seed: an integer; equal seeds select equal elements in equal steps.
+
+    References:
+      Stich et al., Sparsified SGD with Memory, NeurIPS 2018, "rand_k".
+    """
+
+    density: float
+    shared: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        check_density(self.density)
+
+    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
+        return initial_state(dtype)
+
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
+        n = acc.shape[0]
+        k = elements_kept(self.density, n)
+        if k >= n:
+            return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
+        key = key_of(self.seed, step) if self.shared else key_of(self.seed, step, rank)
+        if 2 * k <= n:
+            words = _draw(key, n, k)
+        else:
+            words = bitmap.take_first(~_draw(key, n, n - k), k)
+        return take_members(acc, words, k)
+
+
+def _draw(key: jax.Array, n: int, k: int) -> jax.Array:
+    """A bitmap of k of n indices, k at most n / 2.
+
+    Indices are drawn with replacement, as many as are missing, until none are. No step tells one index from another,
+    so that all sets of k are alike probable.
+    """
+    past = bitmap.WORD * -(-n // bitmap.WORD)
+
+    def add(words, missing, number, length):
+        drawn = jax.random.randint(jax.random.fold_in(key, number), (length,), 0, n)
+        drawn = jnp.sort(jnp.where(lax.iota(jnp.int32, length) < missing, drawn, past))
+        again = jnp.concatenate([jnp.zeros(1, bool), drawn[1:] == drawn[:-1]])
+        return bitmap.mark(words, jnp.where(again, past, drawn))
+
+    def proceed(carry):
+        return carry[1] > 0
+
+    def more(carry):
+        words, missing, number = carry
+        words = add(words, missing, number, k // 4 + 1)
+        return words, k - bitmap.count(words), number + 1
+
+    words = add(jnp.zeros(past // bitmap.WORD, jnp.uint32), k, 0, k)
+    return lax.while_loop(proceed, more, (words, k - bitmap.count(words), varying_as(jnp.int32(1), words)))[0]

@@ -1,0 +1,27 @@
+"""Counts at many thresholds."""
+
+import jax
+from jax.typing import ArrayLike
+
+from .. import _check
+from . import xla
+
+
+def count_above_many(x: jax.Array, thresholds: ArrayLike) -> jax.Array:
+    """Counts the elements of ``x`` with ``|x| >= threshold`` for each threshold; zeros and NaN are never among them.
+
+    Args:
+      x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
+      thresholds: shape ``(m,)``, at least 0, in any order.
+
+    Returns:
+      int32, shape ``(m,)``.
+
+    Raises:
+      ValueError: ``x`` is not one vector of float32 or float64, or too long, or ``thresholds`` are not one vector.
+
+    >>> count_above_many(jnp.array([3.0, -1.0, 0.5, -4.0]), jnp.array([0.0, 1.0, 3.5]))
+    Array([4, 3, 1], dtype=int32)
+    """
+    x = _check.vector(x)
+    return xla.count_above_many(x, _check.thresholds(thresholds))

@@ -1,0 +1,13 @@
+"""Counts at many thresholds in plain JAX: a bit-packed mask for each.
+
+On a CPU that reads the vector once a threshold, and is many times faster than one comparison of all elements with all
+thresholds, of which XLA there keeps the whole table.
+"""
+
+import jax
+
+from ..select_above.xla import count_above
+
+
+def count_above_many(x: jax.Array, thresholds: jax.Array) -> jax.Array:
+    return jax.vmap(lambda threshold: count_above(x, threshold))(thresholds)
