@@ -160,7 +160,7 @@ def test_large_values_stay_finite(quantizer):
     assert np.isfinite(got).all()
     assert (np.sign(got) * np.sign(values) >= 0).all()
     if isinstance(quantizer, Block8 | Codebook | BFloat16):
-        np.testing.assert_allclose(got, values, rtol=0.005)
+        np.testing.assert_allclose(got, values, rtol=0.01)
 
 
 def test_any_length():
