@@ -10,6 +10,7 @@ import functools
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 
 import jsparse
 from examples import data, report
-from jsparse import quantize, wire
+from jsparse import quantize, select, wire
 
 
 def warm_up(density: float) -> jsparse.SparseAllReduce:
@@ -37,6 +38,21 @@ def dense_first(density: float) -> jsparse.SparseAllReduce:
     return jsparse.phases(((40, jsparse.dense("workers")), jsparse.oktopk("workers", density=density)))
 
 
+def selecting(kind: Callable[[float], jsparse.select.Selector], density: float) -> jsparse.SparseAllReduce:
+    """All that a selector selects is delivered."""
+    return jsparse.topk_allgather("workers", density=density, select=kind(density))
+
+
+SELECTORS = {
+    "bucketed": select.BucketedTopK,
+    "chunked": select.ChunkedTopK,
+    "dgc": select.DgcThreshold,
+    "mstopk": select.MSTopK,
+    "random": select.RandomK,
+    "reused": select.ReusedThreshold,
+    "sampled": select.SampledThreshold,
+    "stochastic": select.StochasticTopK,
+}
 ALGORITHMS = {
     "dense": lambda density: jsparse.dense("workers"),
     "torus": lambda density: jsparse.torus("nodes", "gpus"),
@@ -64,6 +80,7 @@ ALGORITHMS = {
     "quantized-sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign(64), split=False),
     "quantized-terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
     "qsgd": lambda density: jsparse.qsgd("workers"),
+    **{f"topk_allgather-{name}": functools.partial(selecting, kind) for name, kind in SELECTORS.items()},
 }
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")

@@ -3,27 +3,22 @@
 from . import allreduce, cost, quantize, select, wire
 from ._a2sgd import A2SGD
 from ._comm import AxisComm, Comm
+from ._dense_presets import a2sgd, dense, parameter_server, qsgd, quantized, torus
 from ._error_feedback import ErrorFeedback
 from ._parts import in_parts, map_in_parts
 from ._per_worker import PerWorkerState, ShardedState, per_worker
 from ._phases import phases
 from ._presets import (
-    a2sgd,
-    dense,
     dgc,
     dsar_split_allgather,
     gaussiank,
     gtopk,
     hitopk,
     oktopk,
-    parameter_server,
-    qsgd,
-    quantized,
     ssar_recursive_doubling,
     ssar_split_allgather,
     topk_allgather,
     topk_dsa,
-    torus,
 )
 from ._sharded import sharded
 from ._sparse_vector import SparseVector

@@ -14,9 +14,10 @@ from jax.typing import DTypeLike
 from kernels_pallas import varying_as
 
 from ._comm import Comm
+from ._config import check_floats
 from ._flatten import Layout
 from ._ledger import Cost, Metered, collective_cost
-from ._synchronise import Report, SparseAllReduceState, check_floats, check_local, varying_over
+from ._synchronise import Report, SparseAllReduceState, check_local, varying_over
 
 # Elements summed one after the other: what bounds the rounding error, and keeps masks out of memory.
 ROW = 256

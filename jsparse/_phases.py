@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from ._config import Config, Phases
 from ._density import check_steps
 from ._ledger import Metered
 from ._synchronise import (
     BucketState,
-    Config,
-    Phases,
     Reduced,
     SparseAllReduceState,
     Sums,

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ._config import Config
 from ._flatten import Layout
 from ._sparse_vector import SparseVector
-from ._synchronise import Config, SparseAllReduceState, synchronise
+from ._synchronise import SparseAllReduceState, synchronise
 from ._transform import SparseAllReduce
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from ._comm import Comm, CommLike, as_comm
+from ._config import Config, Phases
 from ._error_feedback import ErrorFeedback
 from ._sparse_vector import SparseVector
-from ._synchronise import BucketState, Config, Phases, Report, SparseAllReduceState, Sums, synchronise, varying_over
+from ._synchronise import BucketState, Report, SparseAllReduceState, Sums, synchronise, varying_over
 from .allreduce import AllReduce
 from .select import Selector
 from .wire import Full, Wire

@@ -17,10 +17,10 @@ from jax.typing import DTypeLike
 
 from ._a2sgd import A2SGD
 from ._comm import AxisComm
+from ._config import Config, Phases
 from ._ledger import Cost, collective_cost, in_turn, one_of
 from ._models import MODELS, Cluster, expected_union
 from ._sparse_vector import SparseVector
-from ._synchronise import Config, Phases
 from ._transform import SparseAllReduce
 from ._two_levels import sends as sends_inside
 
