@@ -42,4 +42,4 @@ class Block8(Quantizer):
 
     @property
     def _layout(self) -> Scaled:
-        return Scaled(2 * LEVELS + 1, self.bucket)
+        return Scaled(2**8, self.bucket)

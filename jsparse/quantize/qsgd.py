@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._random import uniform
 from ._base import (
     Quantizer,
     Scaled,
@@ -68,7 +69,8 @@ class QSGD(Quantizer):
             norm = scale * jnp.sqrt(total(share(rows, scale) ** 2))
             scale = jnp.where(jnp.isfinite(scale), jnp.minimum(norm, jnp.finfo(values.dtype).max), scale)
         exact = self.levels * share(rows, scale)
-        level = jnp.floor(exact + jax.random.uniform(key, rows.shape, values.dtype))
+        draw = uniform(key, rows.size).reshape(rows.shape).astype(values.dtype)
+        level = jnp.minimum(jnp.floor(exact + draw), self.levels)
         signed = jnp.where(rows < 0, -level, level)
         return self._layout.encode(scale, jnp.where(jnp.isfinite(signed), signed, 0) + self.levels, values.shape[0])
 
