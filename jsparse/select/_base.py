@@ -1,5 +1,6 @@
 """What selectors have in common."""
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -8,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kernels_pallas import bitmap, select_above
 
+from .._density import check_density
 from .._sparse_vector import SparseVector
 
 
@@ -50,8 +52,17 @@ class SelectorState(NamedTuple):
     selected: jax.Array
 
 
-def initial_state(dtype: DTypeLike) -> SelectorState:
-    return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
+@dataclasses.dataclass(frozen=True)
+class ByDensity:
+    """A selector of a share of the elements that keeps nothing from step to step but what it reports."""
+
+    density: float
+
+    def __post_init__(self):
+        check_density(self.density)
+
+    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
+        return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
 
 
 def report(x: SparseVector, selected: jax.Array) -> SelectorState:

@@ -6,18 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state, take_members
+from ._base import ByDensity, SelectorState, take_members
 from .fixed import take_above
 
 
 @dataclasses.dataclass(frozen=True)
-class BucketedTopK:
+class BucketedTopK(ByDensity):
     """Selects the largest elements of every 512 consecutive ones, k in all.
 
     Each bucket has its share of k. Where that is no whole number, buckets take turns at the element that is left over.
@@ -32,16 +31,12 @@ class BucketedTopK:
       4.3.1.
     """
 
-    density: float
     bucket: int = 512
 
     def __post_init__(self):
-        check_density(self.density)
+        super().__post_init__()
         if self.bucket < 1:
             raise ValueError(f"bucket is {self.bucket}; it is a number of elements, at least 1, such as 512")
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

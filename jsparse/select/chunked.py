@@ -5,15 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state, take_indices
+from ._base import ByDensity, SelectorState, take_indices
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedTopK:
+class ChunkedTopK(ByDensity):
     """Selects the largest element of each of k chunks of consecutive elements, whose lengths differ by at most one.
 
     Ties go to the lowest index; of a chunk of zeros nothing is selected. Reads the vector once. Of elements in random
@@ -25,14 +24,6 @@ class ChunkedTopK:
     References:
       Chern et al., TPU-KNN: K Nearest Neighbor Search at Peak FLOP/s, NeurIPS 2022, section 5, with k bins.
     """
-
-    density: float
-
-    def __post_init__(self):
-        check_density(self.density)
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

@@ -6,13 +6,12 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import count_above, kth_magnitude
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state
+from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 
 # What a count is of k at least and at most, and how often the threshold is lowered: the authors' defaults.
@@ -20,7 +19,7 @@ LOWER, UPPER, ROUNDS = 0.8, 1.3, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class DgcThreshold:
+class DgcThreshold(ByDensity):
     """Selects about k elements: those above the k-th magnitude as a strided sample tells it.
 
     Every so many-th element is looked at, beginning elsewhere in each step, and the top-k of these has the threshold
@@ -36,16 +35,12 @@ class DgcThreshold:
       Lin et al., Deep Gradient Compression, ICLR 2018, section 5 and the authors' ``dgc/compression.py``.
     """
 
-    density: float
     sample: float = 0.01
 
     def __post_init__(self):
-        check_density(self.density)
+        super().__post_init__()
         if not 0 < self.sample <= 1:
             raise ValueError(f"sample is {self.sample}; it is a share of the elements, above 0 and at most 1")
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

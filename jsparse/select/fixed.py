@@ -12,7 +12,7 @@ from kernels_pallas import bitmap, count_above, select_above, varying_as
 
 from .._density import check_density, elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state
+from ._base import SelectorState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FixedThreshold:
             raise ValueError(f"threshold is {self.threshold}; it is a magnitude, so it must be at least 0")
 
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
+        return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

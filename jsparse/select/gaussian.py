@@ -5,13 +5,12 @@ import statistics
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kernels_pallas import count_above
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state
+from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 
 # By what a threshold is scaled, and how often at most: to a thousandth, or a thousandfold.
@@ -20,7 +19,7 @@ ROUNDS = 66
 
 
 @dataclasses.dataclass(frozen=True)
-class GaussianThreshold:
+class GaussianThreshold(ByDensity):
     """Selects the elements beyond the ``1 - density / 2`` quantile of a normal distribution fitted to the vector.
 
     Gradients have other tails than that. The threshold is raised by a ninth at a time while more than 4k/3 elements
@@ -34,14 +33,6 @@ class GaussianThreshold:
       Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019, "Gaussiank"; Li and Hoefler,
       PPoPP 2022, section 5.4.
     """
-
-    density: float
-
-    def __post_init__(self):
-        check_density(self.density)
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

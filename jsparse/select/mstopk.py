@@ -3,17 +3,16 @@
 import dataclasses
 
 import jax
-from jax.typing import DTypeLike
 
 from kernels_pallas import select_ms_top_k
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state, report
+from ._base import ByDensity, SelectorState, report
 
 
 @dataclasses.dataclass(frozen=True)
-class MSTopK:
+class MSTopK(ByDensity):
     """Selects k elements: all above a threshold that at most k reach, and some of those just below it.
 
     Algorithm 1 of the paper: N halvings of the interval between the mean and the largest magnitude leave a threshold
@@ -38,16 +37,12 @@ class MSTopK:
       3.1, Algorithm 1.
     """
 
-    density: float
     searches: int = 30
 
     def __post_init__(self):
-        check_density(self.density)
+        super().__post_init__()
         if self.searches < 1:
             raise ValueError(f"searches is {self.searches}; it must be at least 1, such as the paper's 30")
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

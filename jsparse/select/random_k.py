@@ -5,19 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, varying_as
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._random import key_of
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state, take_members
+from ._base import ByDensity, SelectorState, take_members
 from .fixed import take_above
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomK:
+class RandomK(ByDensity):
     """Selects k elements at random, all sets of k alike probable.
 
     An element that is zero has nothing to send: it is dropped, and fewer than k are selected. Nothing is scaled by
@@ -33,15 +32,8 @@ class RandomK:
       Stich et al., Sparsified SGD with Memory, NeurIPS 2018, "rand_k".
     """
 
-    density: float
     shared: bool = True
     seed: int = 0
-
-    def __post_init__(self):
-        check_density(self.density)
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

@@ -3,18 +3,17 @@
 import dataclasses
 
 import jax
-from jax.typing import DTypeLike
 
 from kernels_pallas import estimate_kth_magnitude
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state
+from ._base import ByDensity, SelectorState
 from .fixed import take_above
 
 
 @dataclasses.dataclass(frozen=True)
-class SampledThreshold:
+class SampledThreshold(ByDensity):
     """Selects about k elements: those above the k-th magnitude as a sample of 65,536 elements tells it.
 
     The count's relative standard deviation is ``1 / sqrt(65536 * density)``: 4 % at density 0.01, 12 % at 0.001.
@@ -23,14 +22,6 @@ class SampledThreshold:
     Attributes:
       density: k / n, above 0 and at most 1.
     """
-
-    density: float
-
-    def __post_init__(self):
-        check_density(self.density)
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

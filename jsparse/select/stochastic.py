@@ -6,14 +6,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, norms
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._random import key_of, uniform
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state, take_members
+from ._base import ByDensity, SelectorState, take_members
 from .fixed import take_above
 
 # How many standard deviations of the count the buffer has room for.
@@ -21,7 +20,7 @@ MARGIN = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class StochasticTopK:
+class StochasticTopK(ByDensity):
     """Selects k elements in expectation, each independently with a probability that grows with its magnitude.
 
     The probability of an element v is ``k |v| / ‖v‖₁``, where that is at most 1 for all. Otherwise, with
@@ -42,17 +41,13 @@ class StochasticTopK:
       2.4.1, Theorem 2.1.
     """
 
-    density: float
     rule: Literal["exact", "capped"] = "exact"
     seed: int = 0
 
     def __post_init__(self):
-        check_density(self.density)
+        super().__post_init__()
         if self.rule not in ("exact", "capped"):
             raise ValueError(f'rule is {self.rule!r}; choose "exact" or "capped"')
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

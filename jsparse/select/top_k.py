@@ -3,17 +3,16 @@
 import dataclasses
 
 import jax
-from jax.typing import DTypeLike
 
 from kernels_pallas import select_top_k
 
-from .._density import check_density, elements_kept
+from .._density import elements_kept
 from .._sparse_vector import SparseVector
-from ._base import SelectorState, initial_state, report
+from ._base import ByDensity, SelectorState, report
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK:
+class TopK(ByDensity):
     """Selects the k elements of largest magnitude, exactly; ties go to the lowest index.
 
     Attributes:
@@ -23,14 +22,6 @@ class TopK:
     >>> x.values, x.indices
     (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32))
     """
-
-    density: float
-
-    def __post_init__(self):
-        check_density(self.density)
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return initial_state(dtype)
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
