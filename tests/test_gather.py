@@ -23,7 +23,7 @@ def gather(size: int, balance_above: float):
         wire = jsparse.wire.Full()
         return gather_parts(
             jsparse.AxisComm(AXIS), mine, parts, SHARE, balance_above=balance_above, step=step, wire=wire
-        )
+        )[0]
 
     return jax.jit(jax.vmap(local, in_axes=(0, 0, None, None), axis_name=AXIS))
 
