@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import rich.console
 import rich.table
 
-from .. import _presets, cost
+from .. import _dense_presets, _presets, cost
 from .._density import check_density, elements_kept
 from .._ledger import Cost
 from ._plot import pyplot
@@ -135,7 +135,7 @@ def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[C
     options: dict[str, Any] = {}
     if name == "gtopk_tree":
         name, options = "gtopk", {"topology": "tree"}
-    preset = getattr(_presets, name, None)
+    preset = getattr(_presets, name, None) or getattr(_dense_presets, name, None)
     if preset is None:
         return None
     parameters = inspect.signature(preset).parameters
