@@ -242,8 +242,8 @@ TRANSPORTS = [("shard_map", 3), ("shard_map", 8), ("shard_map unchecked", 3), ("
 @pytest.mark.parametrize("transport, size", TRANSPORTS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_transports_give_the_same_bits(row: Row, transport: str, size: int):
-    variant = len(row.sizes) <= 2
-    if size not in row.sizes or (row.gpus and transport == "pmap") or (variant and transport != "shard_map"):
+    seldom = len(row.sizes) <= 2 and (transport != "shard_map" or (size == 8 and 3 in row.sizes))
+    if size not in row.sizes or (row.gpus and transport == "pmap") or seldom:
         return
     gradients = scenarios.take("ordinary", size, STEPS)
     for ours, theirs in zip(run(row, size, gradients), run(row, size, gradients, transport), strict=True):
