@@ -237,7 +237,7 @@ ROWS = [
     Row("gtopk-tree-blocks", wired(jsparse.gtopk, BLOCKS, topology="tree"), sizes=(5,), exact=False),
     Row("ssar_recursive_doubling-bf16", wired(jsparse.ssar_recursive_doubling, BF16), sizes=(8,)),
     Row("ssar_recursive_doubling-blocks", wired(jsparse.ssar_recursive_doubling, BLOCKS), sizes=(5,), exact=False),
-    Row("ssar_split_allgather-bf16", wired(jsparse.ssar_split_allgather, BF16), sizes=(8,)),
+    Row("ssar_split_allgather-bf16", wired(jsparse.ssar_split_allgather, BF16), oracles.split_in_bfloat16, (8,)),
     Row("ssar_split_allgather-blocks", wired(jsparse.ssar_split_allgather, BLOCKS), sizes=(3,), exact=False),
     Row(
         "dsar_split_allgather-quantized",

@@ -172,6 +172,25 @@ def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndar
     return Expected(_ordered_sum(delivered), delivered)
 
 
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    """The nearest float32 whose lower 16 bits are zero; of two, the one whose 17th is."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def split_in_bfloat16(accs: np.ndarray, *, density: float, **_) -> Expected:
+    """SSAR_Split_AllGather with rounded values: each worker's own, and by the owner of a region their sum."""
+    workers, n = accs.shape
+    delivered = np.zeros_like(accs)
+    for worker, acc in enumerate(accs):
+        chosen = top_k(acc, max(1, round(density * n)))
+        delivered[worker, chosen] = bfloat16(acc[chosen])
+    whole = _ordered_sum(delivered)
+    owner = np.arange(n) // -(-n // workers)
+    delivered[owner, np.arange(n)] += bfloat16(whole) - whole
+    return Expected(bfloat16(whole), delivered)
+
+
 def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_) -> Expected:
     """gTop-k, each worker's elements followed through the merges one by one: what is cut is cut from those it came of.
 

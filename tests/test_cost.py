@@ -19,12 +19,14 @@ LONG = {"w": (3000, 4001), "b": (2_725_263,)}
 GTOPK_CLUSTER = (0.436e-3, 3.6e-8)  # gTop-k, Figure 8: seconds a message, and an element.
 
 
-# Where a row has many sizes, some: one worker, a power of two, and others.
+# Where a row has many sizes, some, and the others with the slow tests: one worker, a power of two, and others.
+OFTEN = (1, 3, 7, 16)
 CASES = [
-    pytest.param(row, size, id=f"{row}-{size}")
+    pytest.param(
+        row, size, id=f"{row}-{size}", marks=[pytest.mark.slow] if len(row.sizes) > 3 and size not in OFTEN else []
+    )
     for row in ROWS
     for size in row.sizes
-    if len(row.sizes) < 4 or size in (1, 3, 7, 16)
 ]
 
 

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -32,7 +31,7 @@ from .._sharded import sharded
 from .._state import state_specs
 from .._traffic import traffic
 from .._trust_ratio import lars, sums_of_squares
-from ._plot import pyplot
+from ._output import put_out, pyplot
 
 AXIS = "workers"
 ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
@@ -159,14 +158,7 @@ def run(args: argparse.Namespace) -> None:
         "jax": jax.__version__,
         "forms": measure(devices[: args.workers], shapes, args.repeats),
     }
-    if args.json == "-":
-        print(json.dumps(figures, indent=2))
-    else:
-        show(figures)
-    if args.json and args.json != "-":
-        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
-    if args.plot:
-        draw_times(figures, args.plot)
+    put_out(args, figures, show, draw_times)
 
 
 class Program:

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -23,7 +22,7 @@ import kernels_pallas
 from .. import select
 from .._density import check_density, elements_kept
 from ._gradient import digits_gradient
-from ._plot import pyplot
+from ._output import put_out, pyplot
 
 DISTRIBUTIONS = ("gaussian", "heavy", "layered", "periodic", "ties", "digits")
 
@@ -78,14 +77,7 @@ def run(args: argparse.Namespace) -> None:
         "jax": jax.__version__,
         "forms": results,
     }
-    if args.json == "-":
-        print(json.dumps(figures, indent=2))
-    else:
-        show(figures)
-    if args.json and args.json != "-":
-        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
-    if args.plot:
-        draw_times(figures, args.plot)
+    put_out(args, figures, show, draw_times)
 
 
 def draw(distribution: str, n: int, seed: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import json
 import pathlib
 from typing import Any
 
@@ -14,7 +13,7 @@ import rich.table
 from .. import _dense_presets, _presets, cost
 from .._density import check_density, elements_kept
 from .._ledger import Cost
-from ._plot import pyplot
+from ._output import put_out, pyplot
 
 # On one level hitopk is topk_allgather, and the others are dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
@@ -67,14 +66,7 @@ def whole_number(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     figures = predict(args)
-    if args.json == "-":
-        print(json.dumps(figures, indent=2))
-    else:
-        show(figures)
-    if args.json and args.json != "-":
-        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
-    if args.plot:
-        draw_times(figures, args.plot)
+    put_out(args, figures, show, draw_times)
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
