@@ -5,6 +5,7 @@ whatever the backend does to narrow floating-point types.
 """
 
 import dataclasses
+import functools
 from typing import Protocol
 
 import jax
@@ -12,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from kernels_pallas import bitmap
+
 from ._random import key_of
 from ._sparse_vector import SparseVector
 from .quantize import Exact, Quantizer
+from .quantize._base import pack, packed_words, unpack
 
 __all__ = ["Compact", "Full", "Wire"]
-
-# Indices in one block, so that those within it take two bytes.
-BLOCK = 2**16
 
 
 class Wire(Protocol):
@@ -93,23 +94,27 @@ class Full:
 
 @dataclasses.dataclass(frozen=True)
 class Compact:
-    """Ascending indices in 2 bytes each, and values in as few as their quantizer takes.
+    """Ascending indices in about ``2 + log2(n / capacity)`` bits each, and values in as few as their quantizer takes.
 
-    An index is written modulo 65,536, and before them how many lie in each block of so many: 2 bytes a block (4 in
-    messages of 65,536 elements or more), ``n / 65536`` of them.
+    The low bits of an index are written as they are, the upper ones of all indices in unary, in one bitmap: a bit for
+    each element, that of element ``i`` at place ``i + (index >> low)``. How many are low is whatever makes the message
+    shortest, so that the indices of 1 % of a vector take 8.6 bits each, those of 0.1 % 12, whatever they are.
 
     What a quantizer rounds away is not delivered: whoever rounds has it in its residual.
 
     Attributes:
-      values: how values are laid out: ``Exact()``, lossless, 6 bytes an element in all for float32;
-        ``quantize.BFloat16()``, 4 bytes; ``quantize.Codebook(4)`` and ``(2)``, 2.5 and 2.25 bytes; any other quantizer.
+      values: how values are laid out: ``Exact()``, lossless, 4 bytes each for float32; ``quantize.BFloat16()``, 2
+        bytes; ``quantize.Codebook(4)`` and ``(2)``, 4 and 2 bits; any other quantizer.
       key: of the random numbers of one step; :meth:`at` sets it.
 
     >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
     >>> Compact().encode(x).shape
-    (4,)
-    >>> Compact().words(1000, 1_000_000, jnp.float32)
-    1508
+    (3,)
+    >>> Compact().words(1000, 100_000, jnp.float32)
+    1269
+
+    References:
+      Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21(2), 1974.
     """
 
     values: Quantizer = Exact()
@@ -130,39 +135,55 @@ class Compact:
     def encode(self, x: SparseVector) -> jax.Array:
         if x.values.ndim > 1:
             return jax.vmap(self.encode)(x)
-        blocks = -(-x.n // BLOCK)
-        edges = jnp.array([min(block * BLOCK, x.n) for block in range(blocks + 1)], jnp.int32)
-        before = jnp.searchsorted(x.indices, edges).astype(jnp.int32)
-        counts = before[1:] - before[:-1]
-        if x.capacity < BLOCK:
-            counts = _pairs(counts)
+        low = _low_bits(x.capacity, x.n)
+        fields = [pack(x.indices >> shift & (1 << width) - 1, 1 << width) for shift, width in _fields(low)]
+        places = (x.indices >> low) + lax.iota(jnp.int32, x.capacity)
+        upper = bitmap.mark(jnp.zeros(_upper_words(x.capacity, x.n, low), jnp.uint32), places)
         # What is random depends on what is sent, so that all who send the same send the same bits.
         key = jax.random.key(0) if self.key is None else self.key
         bits = lax.bitcast_convert_type(x.values, jnp.uint32)
         key = jax.random.fold_in(key, jnp.sum(bits, dtype=jnp.uint32))
-        return jnp.concatenate([counts, _pairs(x.indices % BLOCK), self.values.encode(x.values, key)])
+        values = self.values.encode(x.values, key)
+        return jnp.concatenate([lax.bitcast_convert_type(upper, jnp.int32), *fields, values])
 
     def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
         if message.ndim > 1:
             return jax.vmap(lambda row: self.decode(row, capacity, n, dtype))(message)
-        head, blocks = self._head(capacity, n), -(-n // BLOCK)
-        places = head + -(-capacity // 2)
-        counts = message[:head] if capacity >= BLOCK else _unpair(message[:head], blocks)
-        ends = jnp.cumsum(counts, dtype=jnp.int32)
-        place = lax.iota(jnp.int32, capacity)
-        # An element's block: how many blocks have ended by its place.
-        block = jnp.cumsum(jnp.zeros(capacity, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
-        used = place < ends[-1]
-        indices = jnp.where(used, block * BLOCK + _unpair(message[head:places], capacity), n)
-        values = jnp.where(used, self.values.decode(message[places:], capacity, dtype), 0)
-        return SparseVector(values, indices, n)
+        low = _low_bits(capacity, n)
+        begin = _upper_words(capacity, n, low)
+        places, _ = bitmap.members(lax.bitcast_convert_type(message[:begin], jnp.uint32), capacity, fill=0)
+        indices = places - lax.iota(jnp.int32, capacity) << low
+        for shift, width in _fields(low):
+            end = begin + packed_words(capacity, 1 << width)
+            indices |= unpack(message[begin:end], capacity, 1 << width) << shift
+            begin = end
+        values = self.values.decode(message[begin:], capacity, dtype)
+        return SparseVector(jnp.where(indices < n, values, 0), indices, n)
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
-        return self._head(capacity, n) + -(-capacity // 2) + self.values.words(capacity, dtype)
+        return _index_words(capacity, n, _low_bits(capacity, n)) + self.values.words(capacity, dtype)
 
-    def _head(self, capacity: int, n: int) -> int:
-        blocks = -(-n // BLOCK)
-        return blocks if capacity >= BLOCK else -(-blocks // 2)
+
+@functools.cache
+def _low_bits(capacity: int, n: int) -> int:
+    """How many of an index's bits are written as they are, so that all of them take the least room."""
+    return min(
+        (low for low in range(32) if (n >> low) + capacity < 2**31), key=lambda low: _index_words(capacity, n, low)
+    )
+
+
+def _index_words(capacity: int, n: int, low: int) -> int:
+    fields = sum(packed_words(capacity, 1 << width) for _, width in _fields(low))
+    return _upper_words(capacity, n, low) + fields
+
+
+def _upper_words(capacity: int, n: int, low: int) -> int:
+    return -(-((n >> low) + capacity) // 32)
+
+
+def _fields(low: int) -> list[tuple[int, int]]:
+    """``(shift, width)`` of the parts that low bits are packed in: widths that fill words."""
+    return [(low & (width - 1), width) for width in (16, 8, 4, 2, 1) if low & width]
 
 
 def moving(wire: Wire) -> Wire:
@@ -175,13 +196,3 @@ def as_read(wire: Wire, x: SparseVector, message: jax.Array) -> SparseVector:
     if wire.lossless:
         return x
     return SparseVector(wire.decode(message, x.capacity, x.n, x.values.dtype).values, x.indices, x.n)
-
-
-def _pairs(numbers: jax.Array) -> jax.Array:
-    """Two numbers of 16 bits in a word."""
-    halves = jnp.pad(numbers, (0, numbers.shape[0] % 2)).astype(jnp.uint16).reshape(-1, 2)
-    return lax.bitcast_convert_type(halves, jnp.int32)
-
-
-def _unpair(words: jax.Array, count: int) -> jax.Array:
-    return lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:count].astype(jnp.int32)

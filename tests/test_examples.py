@@ -192,7 +192,7 @@ def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
 
 @pytest.mark.slow
 def test_half_the_bytes_train_as_well(tmp_path):
-    """Ok-Topk in bfloat16 and two bytes an index: half of what the paper's bound says; the mean of three seeds."""
+    """Ok-Topk in bfloat16 sends at most half of the paper's bound in every step; accuracy is the mean of three seeds."""
     accuracy: dict[str, list[float]] = {"oktopk": [], "oktopk-bf16": []}
     for seed in range(3):
         arguments = ["--algorithm", "oktopk", "--algorithm", "oktopk-bf16", "--seed", str(seed)]
@@ -200,8 +200,7 @@ def test_half_the_bytes_train_as_well(tmp_path):
         for run in json.loads((tmp_path / "runs.json").read_text()):
             accuracy[run["algorithm"]].append(run["accuracy"][-1])
             if run["algorithm"] == "oktopk-bf16":
-                assert max(run["bytes"][1:]) <= 4 * (3 * run["k"] * 7 / 8 + 16 * 8 + 512)
-                assert np.mean(run["bytes"]) <= 4 * 3 * run["k"] * 7 / 8
+                assert max(run["bytes"]) <= 4 * 3 * run["k"] * 7 / 8
     assert np.mean(accuracy["oktopk-bf16"]) >= np.mean(accuracy["oktopk"]) - 0.01
 
 

@@ -13,8 +13,10 @@ from jsparse.wire import Compact, Full
 
 LOSSLESS = [Full(), Compact()]
 WIRES = [*LOSSLESS, Compact(quantize.BFloat16()), Compact(quantize.Codebook(4)), Compact(quantize.QSGD(7, 64))]
-# Bytes of a value and an index, for float32, and of what else there is in a message of 1,000 of 300,000.
-SIZES = {0: (8.0, 0), 1: (6.0, 12), 2: (4.0, 12), 3: (2.5, 12 + 32), 4: (2.5, 12 + 64)}
+# Bytes of a value and, for Full, an index, for float32; and of scales or codebooks in a message of 1,000.
+SIZES = {0: (8.0, 0), 1: (4.0, 0), 2: (2.0, 0), 3: (0.5, 32), 4: (0.5, 64)}
+# Of its indices, out of 300,000: 8 low bits each, and 1 + 300,000 / 256 / 1,000 upper ones.
+INDICES = 1000 + (1000 + 300_000 // 256) / 8
 
 
 def run(indices, n: int, capacity: int, dtype=np.float32) -> jsparse.SparseVector:
@@ -40,13 +42,13 @@ def test_lossless(wire, dtype):
         np.testing.assert_array_equal(got.indices, x.indices)
 
 
-EDGES = st.sampled_from([0, 1, 65535, 65536, 65537, 131071, 131072, 199_999, 250_000])
+EDGES = st.sampled_from([0, 1, 65535, 65536, 65537, 131071, 131072, 299_998, 299_999])
 
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(st.sets(st.one_of(EDGES, st.integers(0, 299_999)), max_size=9), st.sampled_from(range(len(WIRES))))
 def test_indices_come_back(members, number: int):
-    """Empty blocks, full messages, both sides of a block's edge."""
+    """Empty stretches, none and as many as there is room for, neighbours on both sides of a power of two."""
     wire, x = WIRES[number], run(sorted(members), 300_000, 9)
     got = coded(number, x)
     np.testing.assert_array_equal(got.indices, x.indices)
@@ -64,21 +66,43 @@ def coded(number: int, x: jsparse.SparseVector) -> jsparse.SparseVector:
     return _coded(x)[number]
 
 
-def test_a_block_can_be_full():
-    """More elements in one block than 16 bits can count; and as many as they can."""
-    n = 200_000
-    for indices, capacity in [(np.arange(60_000, 140_000), 80_000), (np.arange(65_535), 65_535)]:
-        x = run(indices, n, capacity)
-        got = Compact().decode(Compact().encode(x), capacity, n, np.float32)
-        np.testing.assert_array_equal(got.indices, x.indices)
-        np.testing.assert_array_equal(got.values, x.values)
+@pytest.mark.parametrize(
+    "indices, capacity, n",
+    [
+        (np.arange(60_000, 140_000), 80_000, 200_000),
+        (np.arange(300), 300, 300),
+        ([0], 1, 1),
+        ([], 1, 1),
+        ([0, 2**30, 2**31 - 2], 4, 2**31 - 1),
+        (np.sort(np.random.default_rng(0).choice(10**8, 100_000, replace=False)), 100_001, 10**8),
+    ],
+    ids=["crowded", "all", "one", "none", "largest", "thin"],
+)
+def test_any_density(indices, capacity: int, n: int):
+    x = run(indices, n, capacity)
+    got = Compact().decode(Compact().encode(x), capacity, n, np.float32)
+    np.testing.assert_array_equal(got.indices, x.indices)
+    np.testing.assert_array_equal(got.values, x.values)
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(1, 2**31 - 1), st.floats(0, 1), st.integers(1, 1000))
+def test_the_room_that_indices_take(n: int, density: float, more: int):
+    """Within 2.5 bits of log2(n / capacity), a few words apart; more room for more elements, and for longer vectors."""
+    capacity = max(1, int(density * n))
+    each = 2.5 + max(0, np.log2(n / capacity))
+    words = Compact().words(capacity, n, jnp.float32)
+    assert words - capacity <= capacity * each / 32 + 6
+    assert words <= Compact().words(min(capacity + more, 2**31 - 1), n, jnp.float32)
+    assert words <= Compact().words(capacity, min(n + more, 2**31 - 1), jnp.float32)
 
 
 @pytest.mark.parametrize("number", range(len(WIRES)))
 def test_bytes(number: int):
     each, others = SIZES[number]
     wire = WIRES[number]
-    assert 0 <= 4 * wire.words(1000, 300_000, np.float32) - 1000 * each - others <= 4
+    indices = INDICES if number else 0
+    assert 0 <= 4 * wire.words(1000, 300_000, np.float32) - 1000 * each - others - indices <= 8
     x = run(np.arange(1000) * 299, 300_000, 1000)
     assert wire.encode(x).shape == (wire.words(1000, 300_000, np.float32),)
 
