@@ -312,8 +312,11 @@ def test_degenerate_vectors(select, name: str):
 
 @pytest.mark.parametrize(
     ("select", "limit"),
-    [(None, 0.05), (lambda density: SampledThreshold(density), 0.11), (lambda density: ReusedThreshold(density), 0.11)],
-    ids=["default", "sampled", "reused"],
+    [
+        pytest.param(None, 0.05, id="default"),
+        pytest.param(SampledThreshold, 0.11, id="sampled", marks=pytest.mark.slow),
+        pytest.param(ReusedThreshold, 0.11, id="reused", marks=pytest.mark.slow),
+    ],
 )
 def test_counts_on_real_gradients(select, limit: float, monkeypatch):
     """Mean deviation from k of the local and of the global count, training the demo's model for 200 steps."""
