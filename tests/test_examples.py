@@ -192,7 +192,7 @@ def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
 
 @pytest.mark.slow
 def test_half_the_bytes_train_as_well(tmp_path):
-    """Ok-Topk in bfloat16 sends at most half of the paper's bound in every step; accuracy is the mean of three seeds."""
+    """Ok-Topk in bfloat16 sends at most half of the paper's bound in every step; three seeds."""
     accuracy: dict[str, list[float]] = {"oktopk": [], "oktopk-bf16": []}
     for seed in range(3):
         arguments = ["--algorithm", "oktopk", "--algorithm", "oktopk-bf16", "--seed", str(seed)]
