@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -21,33 +22,35 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     if not mesh.is_multi_process:
         return jax.device_put(tree, everywhere)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    own = [(path, _numbers(leaf)) for path, leaf in leaves if not is_global(leaf)]
+    own = {jax.tree_util.keystr(path): _numbers(leaf) for path, leaf in leaves if not is_global(leaf)}
     _check_alike(own)
-    numbers = iter(own)
-    placed = []
-    for _, leaf in leaves:
-        if is_global(leaf):
-            placed.append(jax.device_put(leaf, everywhere))
-            continue
-        _, value = next(numbers)
+
+    def place(path, leaf):
+        value = own.get(jax.tree_util.keystr(path))
+        if value is None:
+            return jax.device_put(leaf, everywhere)
         whole = jax.make_array_from_callback(value.shape, everywhere, value.__getitem__)
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        placed.append(jax.random.wrap_key_data(whole, impl=jax.random.key_impl(leaf)) if is_key else whole)
-    return jax.tree.unflatten(treedef, placed)
+        return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else whole
+
+    return jax.tree.unflatten(treedef, [place(path, leaf) for path, leaf in leaves])
 
 
-def is_share(leaf: Any, mesh: Mesh) -> bool:
+def is_global(leaf: Any) -> bool:
+    """Whether it is an array over several processes."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and not leaf.is_fully_addressable
+
+
+def is_share(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether it is what this process has of an array over several; a tracer, or a shape, stands for the whole."""
-    return (
-        mesh.is_multi_process and not is_global(leaf) and not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
-    )
+    stands_for_it = isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or is_global(leaf)
+    return not sharding.is_fully_addressable and not stands_for_it
 
 
 def from_shares(batch: Any, sharding: NamedSharding) -> Any:
     """Global arrays, cut along their first axis, of this process's shares of them; what is global already stays."""
 
     def whole(leaf):
-        share = is_share(leaf, sharding.mesh)
+        share = is_share(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, leaf) if share else leaf
 
     return jax.tree.map(whole, batch)
@@ -55,36 +58,33 @@ def from_shares(batch: Any, sharding: NamedSharding) -> Any:
 
 def local_workers(sharding: NamedSharding, workers: int) -> int:
     """How many workers have a device in this process."""
-    return len({part.start for (part,) in sharding.addressable_devices_indices_map((workers,)).values()})
+    return len({index[0].start for index in sharding.addressable_devices_indices_map((workers,)).values() if index})
 
 
-def is_global(leaf: Any) -> bool:
-    """Whether it is an array over several processes."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _numbers(leaf: Any) -> np.ndarray:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else jnp.asarray(leaf))
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf))
 
 
-def _check_alike(values: list[tuple[Any, np.ndarray]]) -> None:
+def _check_alike(values: dict[str, np.ndarray]) -> None:
     """Compares what all processes have, by digests."""
-    names = [jax.tree_util.keystr(path) for path, _ in values]
-    structure = repr([(name, value.shape, value.dtype) for name, (_, value) in zip(names, values, strict=True)])
-    digests = [_digest(np.ascontiguousarray(value).tobytes()) for _, value in values]
-    together = np.stack([_digest(structure.encode()), _digest(b"".join(d.tobytes() for d in digests))])
-    if _alike(together):
+    structure = repr([(name, value.shape, value.dtype) for name, value in values.items()])
+    digests = {name: _digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) for name, value in values.items()}
+    together = [_digest(structure.encode()), _digest(b"".join(digest.tobytes() for digest in digests.values()))]
+    if _alike(np.stack(together)):
         return
     fix = "all begin with the same: make them from the same seed, or read the same file"
     # Who has other leaves can't compare them one by one.
-    if not _alike(together[:1]):
+    if not _alike(together[0]):
         raise ValueError(f"the processes have parameters of different names, shapes or types; {fix}")
-    differ = [name for name, digest in zip(names, digests, strict=True) if not _alike(digest)]
+    differ = [name for name, digest in digests.items() if not _alike(digest)]
     raise ValueError(f"the processes have different values of {', '.join(differ)}; {fix}")
 
 
-def _digest(data: bytes) -> np.ndarray:
+def _digest(data: Any) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
 
 

@@ -133,7 +133,7 @@ class TrainStep:
         """The batch of all processes; refused if it can't be divided, or if a key is missing or too much."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             shape, whose, workers = jnp.shape(leaf), "", self._workers
-            if is_share(leaf, self._sharding.mesh):
+            if is_share(leaf, self._sharding):
                 whose, workers = "this process's ", local_workers(self._sharding, workers)
             parts = workers * self._micro_batches
             if not shape or not shape[0] or shape[0] % parts:

@@ -97,12 +97,15 @@ def until(true: Callable[[], bool], started: Sequence[Process], seconds: float, 
     """Waits until something is true.
 
     Raises:
-      TimeoutError: it is not after so many seconds; with what the processes have written.
+      RuntimeError: they have all ended, and it is not.
+      TimeoutError: it is not after so many seconds. Both with what the processes have written.
     """
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
             raise TimeoutError(f"{seconds} s were not enough to {what}\n{written(started)}")
+        if all(process.popen.poll() is not None for process in started) and not true():
+            raise RuntimeError(f"all ended before they could {what}\n{written(started)}")
         time.sleep(0.02)
 
 
