@@ -1,7 +1,7 @@
 """Trains a convolutional net data-parallel, once with each algorithm, and compares.
 
 Run ``python -m examples.train --help`` from the repository's root. The workers are accelerators where there are
-enough of them, otherwise virtual CPU devices of this process.
+enough of them, otherwise virtual CPU devices; of this process, or of several (docs/clusters.md).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jsparse
-from examples import data, report
+from examples import cluster, data, report
 from jsparse import quantize, select, wire
 
 
@@ -87,6 +87,9 @@ TWO_LEVELS = ("hitopk", "torus")
 REPLICAS_DIFFER = ("a2sgd",)
 # Their momentum is in the updates already.
 OWN_MOMENTUM = ("dgc",)
+# What a checkpoint's run must have in common with the one that goes on from it; what is noted of each step or epoch.
+SETTINGS = ("data", "workers", "density", "batch", "optimizer", "learning_rate", "schedule", "seed")
+FIGURES = ("loss", "milliseconds", "bytes", "messages", "selected", "delivered", "updated", "accuracy")
 RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "lars": 5.0, "lamb": 0.01}
 
 
@@ -126,20 +129,16 @@ class ConvNet(nnx.Module):
         return self.dense2(x)
 
 
-def devices(workers: int) -> list[Any]:
-    """One device for each worker: accelerators where there are enough, else virtual CPU devices."""
-    found = jax.devices() if len(jax.devices()) >= workers else jax.devices("cpu")
-    if not 1 <= workers <= len(found):
-        raise ValueError(f"{workers} workers need as many devices; this process has {len(found)}")
-    return found[:workers]
-
-
 def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
-    """The workers, and the axis along which they stand; for algorithms of two levels, in two nodes if they are even."""
-    found = np.array(devices(workers))
+    """The workers of all processes, so many in each, and the axis along which they stand.
+
+    For algorithms of two levels a node is a process that has several workers; or there are two, if workers are even.
+    """
+    found = np.array(cluster.devices(workers))
     if name not in TWO_LEVELS:
         return Mesh(found, ("workers",)), "workers"
-    return Mesh(found.reshape(1 + (workers % 2 == 0), -1), ("nodes", "gpus")), ("nodes", "gpus")
+    nodes = jax.process_count() if workers > 1 and jax.process_count() > 1 else 1 + (found.size % 2 == 0)
+    return Mesh(found.reshape(nodes, -1), ("nodes", "gpus")), ("nodes", "gpus")
 
 
 def train(name: str, images: data.Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
 
     mesh, axis = make_mesh(name, args.workers)
     rng = np.random.default_rng(args.seed)
-    size = args.batch * args.workers
+    size = args.batch * mesh.size
     steps = len(images.train_y) // size
     if not steps:
         raise ValueError(
@@ -169,38 +168,40 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
     tx = optax.chain(ALGORITHMS[name](args.density), make_optimizer(name, axis, args, args.epochs * steps))
     differ = name in REPLICAS_DIFFER
     step = jsparse.train_step(loss_fn, tx, mesh, axis, params="per_worker" if differ else "replicated")
-    state = step.init(params)
-
-    losses, seconds, seen, accuracy = [], [], [], []
-    task = progress.add_task(name, total=args.epochs * steps)
-    for _ in range(args.epochs):
-        order = rng.permutation(len(images.train_y))[: steps * size].reshape(steps, size)
-        for batch in order:
-            start = time.perf_counter()
-            state, loss = step(state, (images.train_x[batch], images.train_y[batch]))
-            losses.append(float(loss))
-            seconds.append(time.perf_counter() - start)
-            seen.append(jax.tree.map(np.asarray, jsparse.stats(state.opt_state)))
-            progress.advance(task)
-        mean = jsparse.sync_params(state, axis, mesh=mesh) if differ else state.params
-        accuracy.append(float(evaluate(mean, images.test_x, images.test_y)))
-
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return {
+    run: dict[str, Any] = {
         "algorithm": name,
         "parameters": n,
         "k": max(1, round(args.density * n)),
-        "workers": args.workers,
+        "workers": mesh.size,
         "steps_per_epoch": steps,
-        "loss": losses,
-        "accuracy": accuracy,
-        "milliseconds": [1e3 * second for second in seconds],
-        "bytes": [4 * int(stats.words[0]) for stats in seen],
-        "messages": [int(stats.messages[0]) for stats in seen],
-        "selected": [stats.selected.tolist() for stats in seen],
-        "delivered": [stats.delivered.tolist() for stats in seen],
-        "updated": [int(stats.updated[0]) for stats in seen],
+        "settings": {key: getattr(args, key) for key in SETTINGS},
+        **{figure: [] for figure in FIGURES},
     }
+
+    with cluster.Checkpoints.open(args.checkpoint, name) as checkpoints:
+        done, state, run = checkpoints.restore(step.init(params), run)
+        task = progress.add_task(name, total=args.epochs * steps, completed=done * steps)
+        for epoch in range(args.epochs):
+            order = rng.permutation(len(images.train_y))[: steps * size].reshape(steps, size)
+            for batch in order if epoch >= done else ():
+                own = batch[cluster.own_part(size)]
+                start = time.perf_counter()
+                state, loss = step(state, (images.train_x[own], images.train_y[own]))
+                run["loss"].append(float(loss))
+                run["milliseconds"].append(1e3 * (time.perf_counter() - start))
+                stats = jax.tree.map(np.asarray, jsparse.stats(state.opt_state))
+                run["bytes"].append(4 * int(stats.words[0]))
+                run["messages"].append(int(stats.messages[0]))
+                run["selected"].append(stats.selected.tolist())
+                run["delivered"].append(stats.delivered.tolist())
+                run["updated"].append(int(stats.updated[0]))
+                progress.advance(task)
+            if epoch >= done:
+                mean = jsparse.sync_params(state, axis, mesh=mesh) if differ else state.params
+                run["accuracy"].append(float(evaluate(mean, images.test_x, images.test_y)))
+                checkpoints.save(epoch + 1, state, run)
+    return run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
     parser.add_argument("--data-dir", type=pathlib.Path, help="where MNIST's or CIFAR-10's files are")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, help="of each process; default: 8, where there are several processes 1")
     parser.add_argument("--density", type=float, default=0.01, help="elements kept, k / n (default 0.01)")
     parser.add_argument("--epochs", type=int, help="default: 40 for digits, 3 for the others")
     parser.add_argument("--batch", type=int, default=16, help="examples a worker a step (default 16)")
@@ -233,21 +234,33 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", default="train.png")
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="save each epoch there, and go on from the last one; all processes must see the same directory",
+    )
+    cluster.add_arguments(parser)
     args = parser.parse_args(argv)
     names = args.algorithm or DEFAULT
     args.algorithm = list(ALGORITHMS if "all" in names else names)
     args.epochs = args.epochs or (40 if args.data == "digits" else 3)
 
+    if args.workers is None:
+        args.workers = 1 if args.distributed else 8
+
     with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
         jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
         images = data.load(args.data, args.data_dir)
-        with rich.progress.Progress(
-            *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
-        ) as progress:
+        cluster.join(args)
+        columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
+        with rich.progress.Progress(*columns, disable=jax.process_index() > 0) as progress:
             runs = [train(name, images, args, progress) for name in args.algorithm]
     except ValueError as error:
         parser.error(str(error))
+    if jax.process_index():
+        return
     report.table(runs)
     report.plot(runs, args.plot)
     print(f"plot: {args.plot}")

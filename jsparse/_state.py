@@ -1,16 +1,21 @@
 """Optimizer states that hold something for each worker: making, placing and reading them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import varying_axes
 
 from ._comm import AxisComm
 from ._per_worker import PerWorkerState, ShardedState
+from ._processes import is_global, replicate
 from ._synchronise import SparseAllReduceState
 
 PER_WORKER = (SparseAllReduceState, PerWorkerState, ShardedState)
@@ -24,7 +29,8 @@ def init(
 
     Args:
       tx: the chain.
-      params: its parameters, for all workers alike at the beginning.
+      params: its parameters, for all workers alike at the beginning (where there are several processes, in each the
+        same; or global arrays).
       mesh: the devices.
       axis: the mesh axis, or axes, along which the workers stand.
       per_worker: whether each worker is to have parameters of its own, so that updates may differ. Wrap the whole chain
@@ -34,8 +40,9 @@ def init(
       The state as global arrays, placed as :func:`state_specs` says.
 
     Raises:
-      ValueError: the mesh lacks the axis, or the chain would let replicas drift apart: a state that differs between
-        workers is not in :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike on all of them.
+      ValueError: the mesh lacks the axis; several processes have different parameters; or the chain would let replicas
+        drift apart: a state that differs between workers is not in :func:`jsparse.per_worker`, or, without
+        ``per_worker``, an update is not alike on all of them.
     """
     check_axis(mesh, axis)
     everywhere = PartitionSpec()
@@ -49,8 +56,8 @@ def init(
         return jnp.zeros(())
 
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
-    params = jax.device_put(params, NamedSharding(mesh, everywhere))
-    return jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=everywhere, out_specs=specs))(params)
+    make = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=everywhere, out_specs=specs))
+    return make(replicate(params, mesh))
 
 
 def _check_alike(
@@ -126,7 +133,8 @@ def residual(opt_state: Any) -> jax.Array:
     Returns:
       Shape ``(P, n)``: the flat residuals, in the order of ``jax.tree.leaves(params)`` (with ``scope="leaf"`` and
       ``dense_below``, those of the sparse leaves). ``n`` is 0 without error feedback, and over two levels the length
-      of a shard.
+      of a shard. Over several processes it is a global array: ``addressable_shards`` are the rows of this process's
+      workers.
     """
     state = find(opt_state)
     workers = state.step.shape[0]
@@ -163,9 +171,11 @@ class Stats(NamedTuple):
     messages: jax.Array
 
 
-@jax.jit
 def stats(opt_state: Any) -> Stats:
     """Reads off a chain's state what its last synchronisation did.
+
+    Over several processes all of them must call it, and each gets the figures of all workers: a few words a worker are
+    gathered, in one message.
 
     Args:
       opt_state: a chain's state with one of our transformations: global arrays, or one worker's part.
@@ -174,6 +184,13 @@ def stats(opt_state: Any) -> Stats:
       One entry a worker.
     """
     state = find(opt_state)
+    if is_global(state.step) and isinstance(state.step.sharding, NamedSharding):
+        return _gathering(state.step.sharding.mesh, state.step.sharding.spec[0])(state)
+    return _read(state)
+
+
+@jax.jit
+def _read(state: SparseAllReduceState) -> Stats:
     nothing = jnp.zeros_like(state.report.delivered)
     selections = [bucket.select for bucket in state.buckets if bucket.select]
     reductions = [bucket.reduce for bucket in state.buckets if bucket.select]
@@ -190,6 +207,29 @@ def stats(opt_state: Any) -> Stats:
         residual_norm=jnp.linalg.norm(residual(state), axis=1),
         **state.report._asdict(),
     )
+
+
+@functools.cache
+def _gathering(mesh: Mesh, axis: AxisName) -> Callable[[SparseAllReduceState], Stats]:
+    """Reads the figures of all workers, in every process."""
+    comm = AxisComm(axis)
+
+    def local(state):
+        figures, treedef = jax.tree.flatten(_read(state))
+        parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in figures]
+        sizes = [part.size for part in parts]
+        every = comm.all_gather(jnp.concatenate([part.reshape(size) for part, size in zip(parts, sizes, strict=True)]))
+        columns = jnp.split(every, np.cumsum(sizes)[:-1], axis=1)
+        return jax.tree.unflatten(
+            treedef,
+            [
+                lax.bitcast_convert_type(column.reshape(comm.size, *part.shape[1:]), x.dtype)
+                for column, part, x in zip(columns, parts, figures, strict=True)
+            ],
+        )
+
+    whole = PartitionSpec()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axis), out_specs=whole))
 
 
 def find(opt_state: Any) -> SparseAllReduceState:

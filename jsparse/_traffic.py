@@ -134,7 +134,8 @@ def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | 
     (6000, 4)
     """
     sizes = dict(axis_sizes or {})
-    closed = jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
+    trace = getattr(fn, "trace", None)
+    closed = trace(*args).jaxpr if trace and not sizes else jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
     return Traffic(tuple(_walk(_open(closed), sizes, 1)))
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._comm import AxisComm, CommLike, as_comm
 from ._per_worker import per_worker
+from ._processes import from_shares, is_share, local_workers, replicate
 from ._state import AxisName, check_axis, init, state_specs
 from ._train_state import TrainState, averaging, mean, number_of_workers
 
@@ -58,10 +59,13 @@ class TrainStep:
         run: Callable[..., Any],
         place: Callable[..., TrainState],
         sync: Callable[[Any], Any] | None,
-        parts: int,
+        sharding: NamedSharding,
+        workers: int,
+        micro_batches: int,
         with_key: bool,
     ):
-        self._run, self._place, self._sync, self._parts, self._with_key = run, place, sync, parts, with_key
+        self._run, self._place, self._sync, self._with_key = run, place, sync, with_key
+        self._sharding, self._workers, self._micro_batches = sharding, workers, micro_batches
 
     def init(self, params: Any, model_state: Any = None) -> TrainState:
         """Makes the state before the first step, each worker's part on its own devices.
@@ -72,6 +76,9 @@ class TrainStep:
 
         Returns:
           The state. Parameters and a model state kept per worker have a leading axis of P.
+
+        Raises:
+          ValueError: several processes begin with different parameters or model states; or as :func:`jsparse.init`.
         """
         return self._place(params, model_state)
 
@@ -100,8 +107,11 @@ class TrainStep:
 
         Args:
           state: from :meth:`init` or from the step before; donated.
-          batch: a pytree of arrays, the leading axis the examples of all workers and micro-batches.
-          key: a random key, another in each step; it is folded with the worker's rank and the micro-batch's number.
+          batch: a pytree of arrays, the leading axis the examples of all workers and micro-batches. Where there are
+            several processes, each passes its own workers' examples, as many as the others do, in the order of its
+            devices in the mesh; or all pass global arrays, which are taken as they are.
+          key: a random key, another in each step; it is folded with the worker's rank and the micro-batch's number. All
+            processes pass the same.
 
         Returns:
           The new state, and the mean loss or ``(loss, aux)``.
@@ -109,27 +119,34 @@ class TrainStep:
         Raises:
           ValueError: the batch can't be divided, or a key is missing or not expected.
         """
-        self._check(batch, key)
-        return self._run(state, batch, key)
+        return self._run(state, self._whole(batch, key), key)
 
     def lower(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Lowered:
         """Lowers the step for these arguments (or their shapes), as the method of a jitted function does."""
-        self._check(batch, key)
-        return self._run.lower(state, batch, key)
+        return self.trace(state, batch, key).lower()
 
-    def _check(self, batch: Any, key: jax.Array | None) -> None:
+    def trace(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Traced:
+        """Traces the step for these arguments (or their shapes), as the method of a jitted function does."""
+        return self._run.trace(state, self._whole(batch, key), key)
+
+    def _whole(self, batch: Any, key: jax.Array | None) -> Any:
+        """The batch of all processes; refused if it can't be divided, or if a key is missing or too much."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape = jnp.shape(leaf)
-            if not shape or not shape[0] or shape[0] % self._parts:
+            shape, whose, workers = jnp.shape(leaf), "", self._workers
+            if is_share(leaf, self._sharding):
+                whose, workers = "this process's ", local_workers(self._sharding, workers)
+            parts = workers * self._micro_batches
+            if not shape or not shape[0] or shape[0] % parts:
                 raise ValueError(
                     f"batch leaf {jax.tree_util.keystr(path)} has shape {shape}; its leading axis is divided among "
-                    f"workers and micro-batches, so its length must be a positive multiple of {self._parts}"
+                    f"{whose}workers and micro-batches, so its length must be a positive multiple of {parts}"
                 )
         if (key is not None) != self._with_key:
             raise ValueError(
                 "pass a random key to the step if and only if train_step was given with_key=True, "
                 "and loss_fn takes it as the keyword argument key"
             )
+        return from_shares(batch, self._sharding)
 
 
 def train_step(
@@ -197,6 +214,7 @@ def train_step(
     update = optax.with_extra_args_support(tx).update
     workers = number_of_workers(mesh, axis)
     whole, parted = PartitionSpec(), PartitionSpec(axis)
+    sharding = NamedSharding(mesh, parted)
 
     uniform = _uniform(loss_fn, has_aux=has_aux, has_model_state=model_state is not None, with_key=with_key)
     value_and_grad = local_value_and_grad(uniform, axis, has_aux=True)
@@ -255,7 +273,7 @@ def train_step(
             local_step, mesh=mesh, in_specs=(specs, parted, whole), out_specs=(specs, whole), check_vma=check_vma
         )
         if AxisType.Explicit in mesh.axis_types:
-            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, parted)), batch)
+            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), batch)
         state, (value, aux) = step(state, batch, key)
         return state, (value, aux) if has_aux else value
 
@@ -265,18 +283,18 @@ def train_step(
                 f"train_step was given model_state={model_state!r}, and init {'no' if kept is None else 'a'} model "
                 "state: say what becomes of one, or leave it out in both places"
             )
-        params, kept = jax.tree.map(_strong_copy, (params, kept))
+        params, kept = replicate(jax.tree.map(_strong_copy, (params, kept)), mesh)
         opt_state = init(tx, params, mesh, axis, per_worker=differ)
-        if differ:
-            params = jax.tree.map(functools.partial(_for_each, workers), params)
-        if model_state == "per_worker":
-            kept = jax.tree.map(functools.partial(_for_each, workers), kept)
-        state = TrainState(params, (), kept)
-        placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), spec(())))
-        return placed._replace(opt_state=opt_state)
+        return TrainState(
+            each(params) if differ else params, opt_state, each(kept) if model_state == "per_worker" else kept
+        )
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def each(tree):
+        return jax.tree.map(functools.partial(_for_each, workers), tree)
 
     sync = averaging(mesh, axis, True) if differ else None
-    return TrainStep(run, place, sync, workers * micro_batches, with_key)
+    return TrainStep(run, place, sync, sharding, workers, micro_batches, with_key)
 
 
 def _uniform(

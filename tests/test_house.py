@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Bottom to top: a module imports from its own line, but for its own room's, and from those above it here.
 LAYERS = [
     {"kernels_pallas"},
-    {"jsparse._density", "jsparse._operator", "jsparse._models", "jsparse._random"},
+    {"jsparse._density", "jsparse._operator", "jsparse._models", "jsparse._random", "jsparse._processes"},
     {"jsparse._sparse_vector"},
     {"jsparse._flatten", "jsparse._buckets"},
     {"jsparse._comm"},

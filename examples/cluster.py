@@ -1,0 +1,119 @@
+"""Several processes of an example, on one machine or on many, and checkpoints of what they train."""
+
+import argparse
+import contextlib
+import logging
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+# Seconds after which a machine that has gone silent ends the run. (One that closes its connections does so at once.)
+HEARTBEAT_TIMEOUT = 30
+METHODS = ("auto", "slurm", "mpi4py", "ompi", "k8s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes")
+    group.add_argument(
+        "--distributed",
+        metavar="HOW",
+        help="join others that were started alike: HOST:PORT of process 0, with --processes and --rank; or how to find "
+        f"all that out: {', '.join(METHODS)}",
+    )
+    group.add_argument("--processes", type=int, metavar="P", help="how many there are")
+    group.add_argument("--rank", type=int, help="which one this is, from 0")
+
+
+def join(args: argparse.Namespace) -> None:
+    """Joins the other processes, before anything else is asked of JAX.
+
+    Raises:
+      ValueError: the arguments do not fit together.
+    """
+    how, given = args.distributed, (args.processes, args.rank)
+    if how is None:
+        if given != (None, None):
+            raise ValueError("--processes and --rank say nothing without --distributed HOST:PORT")
+        return
+    if (":" in how) != (None not in given):
+        raise ValueError("--distributed HOST:PORT takes --processes and --rank, and no other form of it does")
+    if ":" not in how and how not in METHODS:
+        raise ValueError(f"--distributed {how} is neither HOST:PORT nor one of {', '.join(METHODS)}")
+    if ":" in how and not 0 <= args.rank < args.processes:
+        raise ValueError(f"--rank is {args.rank}: with {args.processes} processes it is from 0 to {args.processes - 1}")
+    method = None if how == "auto" else how
+    where: dict[str, Any] = (
+        {"coordinator_address": how, "num_processes": args.processes, "process_id": args.rank}
+        if ":" in how
+        else {"cluster_detection_method": method}
+    )
+    jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)
+
+
+def devices(workers: int) -> list[Any]:
+    """So many of each process, in their order: accelerators where there are enough, else virtual CPU devices."""
+    found: list[Any] = []
+    for platform in (None, "cpu"):
+        found = jax.devices(platform)
+        each = [[d for d in found if d.process_index == p][:workers] for p in range(jax.process_count())]
+        if workers >= 1 and all(len(some) == workers for some in each):
+            return [device for some in each for device in some]
+    raise ValueError(f"{workers} workers need as many devices; this process has {len(jax.local_devices())}")
+
+
+def own_part(count: int) -> slice:
+    """This process's part of so many examples."""
+    each = count // jax.process_count()
+    return slice(jax.process_index() * each, (jax.process_index() + 1) * each)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a directory: its state, and what else is known of it."""
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+
+    @staticmethod
+    @contextlib.contextmanager
+    def open(directory: pathlib.Path | None, name: str) -> "Iterator[Checkpoints]":
+        """Those in ``directory/name``; without a directory, none. They are whole when the block is left."""
+        if directory is None:
+            yield Checkpoints(None)
+            return
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ValueError("--checkpoint needs orbax: pip install orbax-checkpoint") from error
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        with ocp.CheckpointManager((directory / name).absolute(), options=options) as manager:
+            yield Checkpoints(manager)
+
+    def restore(self, state: Any, run: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
+        """The last one's number, state and run; or 0 and what is given.
+
+        Raises:
+          ValueError: it is of a run with other settings.
+        """
+        last = self._manager.latest_step() if self._manager else None
+        if last is None:
+            return 0, state, run
+        import orbax.checkpoint as ocp
+
+        saved = self._manager.restore(last, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        was, now = saved["settings"], run["settings"]
+        differ = [f"{key} {was.get(key)}" for key in now if was.get(key) != now[key]]
+        if differ:
+            raise ValueError(f"{self._manager.directory} is of another run, with {', '.join(differ)}: name another")
+        state = self._manager.restore(last, args=ocp.args.Composite(state=ocp.args.StandardRestore(state)))["state"]
+        return last, state, saved
+
+    def save(self, number: int, state: Any, run: dict[str, Any]) -> None:
+        """Saves, while training goes on. What is being written when the run is killed does not count."""
+        if self._manager:
+            import orbax.checkpoint as ocp
+
+            save: Any = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(run)}
+            self._manager.save(number, args=ocp.args.Composite(**save))

@@ -1,0 +1,150 @@
+"""Several processes of one script on this machine, joined by ``jax.distributed``.
+
+A test starts them by :func:`start` or :func:`run`; the script begins with ``processes.join()``. They are killed when
+the ``with`` block ends, whatever happens; and by Linux, should this process die.
+"""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+TESTS = pathlib.Path(__file__).parent
+# Seconds. A process that is alive sends a heartbeat long before, however busy the machine is.
+HEARTBEAT, SHUTDOWN = 10, 20
+PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """One of them.
+
+    Attributes:
+      rank: which.
+      popen: the process, the first of its group.
+      output: where it writes stdout and stderr.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], output: pathlib.Path):
+        self.rank, self.output = rank, output
+        with output.open("wb") as file:
+            self.popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to it and to what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+    @property
+    def text(self) -> str:
+        """What it has written so far."""
+        return self.output.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def start(script: str, processes: int, *arguments: str | os.PathLike[str], devices: int = 1) -> Iterator[list[Process]]:
+    """Starts a script of this directory in so many processes, each with so many CPU devices; kills them at the end."""
+    environment = os.environ | {
+        "JSPARSE_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "JSPARSE_PROCESSES": str(processes),
+        "JSPARSE_DEVICES": str(devices),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+        "JAX_PLATFORMS": "cpu",
+    }
+    directory = pathlib.Path(tempfile.mkdtemp())
+    command = [sys.executable, str(TESTS / script), *map(str, arguments)]
+    started: list[Process] = []
+    try:
+        for rank in range(processes):
+            one = environment | {"JSPARSE_RANK": str(rank)}
+            started.append(Process(rank, command, one, directory / str(rank)))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.popen.wait()
+        shutil.rmtree(directory)
+
+
+def wait(started: Sequence[Process], seconds: float) -> list[int]:
+    """Waits for all to end, and returns their exit statuses.
+
+    Raises:
+      TimeoutError: some did not.
+    """
+    until(lambda: all(process.popen.poll() is not None for process in started), started, seconds, "end")
+    return [process.popen.wait() for process in started]
+
+
+def until(true: Callable[[], bool], started: Sequence[Process], seconds: float, what: str = "get there") -> None:
+    """Waits until something is true.
+
+    Raises:
+      RuntimeError: they have all ended, and it is not.
+      TimeoutError: it is not after so many seconds. Both with what the processes have written.
+    """
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{seconds} s were not enough to {what}\n{written(started)}")
+        if all(process.popen.poll() is not None for process in started) and not true():
+            raise RuntimeError(f"all ended before they could {what}\n{written(started)}")
+        time.sleep(0.02)
+
+
+def run(
+    script: str, processes: int, *arguments: str | os.PathLike[str], devices: int = 1, seconds: float = 240
+) -> list[str]:
+    """Runs a script to its end in all processes, and returns what each has written.
+
+    Raises:
+      RuntimeError: one of them failed.
+      TimeoutError: they did not end in so many seconds.
+    """
+    with start(script, processes, *arguments, devices=devices) as started:
+        if any(wait(started, seconds)):
+            raise RuntimeError(written(started))
+        return [process.text for process in started]
+
+
+def written(started: Sequence[Process]) -> str:
+    return "\n".join(f"--- process {p.rank}, exit status {p.popen.poll()}\n{p.text[-3000:]}" for p in started)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def join() -> int:
+    """In the script: joins the others, and returns this process's rank."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    rank = int(os.environ["JSPARSE_RANK"])
+    jax.config.update("jax_num_cpu_devices", int(os.environ["JSPARSE_DEVICES"]))
+    jax.distributed.initialize(
+        os.environ["JSPARSE_COORDINATOR"],
+        int(os.environ["JSPARSE_PROCESSES"]),
+        rank,
+        heartbeat_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=SHUTDOWN,
+    )
+    return rank
