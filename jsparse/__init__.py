@@ -20,6 +20,7 @@ from ._presets import (
     topk_allgather,
     topk_dsa,
 )
+from ._reshard import reshard
 from ._sharded import sharded
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
@@ -68,6 +69,7 @@ __all__ = [
     "qsgd",
     "quantize",
     "quantized",
+    "reshard",
     "residual",
     "scale_by_trust_ratio",
     "select",
