@@ -84,7 +84,7 @@ class Move:
         return self._of_each(path, now, old)
 
     def _bucket(self, path: Any, now: BucketState, old: BucketState, once: BucketState) -> BucketState:
-        def vector(now, old, once):
+        def vector(now, old, once) -> Any:
             return None if now is None else self._vector(path, now, old, once)
 
         def state(now, old):
