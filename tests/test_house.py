@@ -38,7 +38,7 @@ LAYERS = [
     {"jsparse._synchronise"},
     {"jsparse._transform", "jsparse._a2sgd", "jsparse._per_worker", "jsparse._state", "jsparse._sync"},
     {"jsparse._presets", "jsparse._dense_presets", "jsparse._phases"},
-    {"jsparse._trust_ratio", "jsparse._sharded", "jsparse._move"},
+    {"jsparse._trust_ratio", "jsparse._sharded", "jsparse._move", "jsparse._files"},
     {"jsparse._reshard"},
     {"jsparse._train_state"},
     {"jsparse._train_step"},
