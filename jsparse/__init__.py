@@ -5,6 +5,7 @@ from ._a2sgd import A2SGD
 from ._comm import AxisComm, Comm
 from ._dense_presets import a2sgd, dense, parameter_server, qsgd, quantized, torus
 from ._error_feedback import ErrorFeedback
+from ._files import from_file
 from ._parts import in_parts, map_in_parts
 from ._per_worker import PerWorkerState, ShardedState, per_worker
 from ._phases import phases
@@ -20,6 +21,7 @@ from ._presets import (
     topk_allgather,
     topk_dsa,
 )
+from ._reshard import reshard
 from ._sharded import sharded
 from ._sparse_vector import SparseVector
 from ._state import Stats, init, residual, state_specs, stats
@@ -52,6 +54,7 @@ __all__ = [
     "dense",
     "dgc",
     "dsar_split_allgather",
+    "from_file",
     "gaussiank",
     "gtopk",
     "hitopk",
@@ -68,6 +71,7 @@ __all__ = [
     "qsgd",
     "quantize",
     "quantized",
+    "reshard",
     "residual",
     "scale_by_trust_ratio",
     "select",

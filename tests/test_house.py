@@ -22,7 +22,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Bottom to top: a module imports from its own line, but for its own room's, and from those above it here.
 LAYERS = [
     {"kernels_pallas"},
-    {"jsparse._density", "jsparse._operator", "jsparse._models", "jsparse._random", "jsparse._processes"},
+    {
+        "jsparse._density",
+        "jsparse._operator",
+        "jsparse._models",
+        "jsparse._processes",
+        "jsparse._random",
+        "jsparse._redistribute",
+    },
     {"jsparse._sparse_vector"},
     {"jsparse._flatten", "jsparse._buckets"},
     {"jsparse._comm"},
@@ -38,7 +45,8 @@ LAYERS = [
     {"jsparse._synchronise"},
     {"jsparse._transform", "jsparse._a2sgd", "jsparse._per_worker", "jsparse._state", "jsparse._sync"},
     {"jsparse._presets", "jsparse._dense_presets", "jsparse._phases"},
-    {"jsparse._trust_ratio", "jsparse._sharded"},
+    {"jsparse._trust_ratio", "jsparse._sharded", "jsparse._move", "jsparse._files"},
+    {"jsparse._reshard"},
     {"jsparse._train_state"},
     {"jsparse._train_step"},
     {"jsparse.cost"},

@@ -48,9 +48,13 @@ class Step(NamedTuple):
     residual: np.ndarray
 
 
-def run(row: Row, size: int, gradients, transport: str = "vmap", density: float = DENSITY) -> Iterator[Step]:
-    state, update = transports.workers(row, size, transport, density)
-    for number, gradient in enumerate(gradients):
+def run(
+    row: Row, size: int, gradients, transport: str = "vmap", density: float = DENSITY, state=None, start: int = 0
+) -> Iterator[Step]:
+    """Steps from the first on, or those that follow on a state and the number of its step."""
+    first, update = transports.workers(row, size, transport, density)
+    state = first if state is None else state
+    for number, gradient in enumerate(gradients, start):
         before = residual(row, state, size)
         pushed = corrected(row, gradient, state, size)
         acc = whole(row, pushed, size) + before
@@ -234,6 +238,50 @@ def test_a_non_finite_gradient_is_seen_by_all_and_changes_nothing(row: Row, size
             assert not np.isfinite(step.updates[:, 700]).any()
     clean = list(run(row, size, [before, after]))
     np.testing.assert_array_equal(steps[-1].updates, clean[-1].updates)
+
+
+@pytest.mark.parametrize(
+    "row, size",
+    [
+        pytest.param(row, size, id=f"{row}-{size}")
+        for row in ROWS
+        for size in [size for size in row.sizes if size in (3, 8)] or row.sizes[:1]
+    ],
+)
+def test_nothing_is_lost_when_the_number_of_workers_changes(row: Row, size: int):
+    """The pending mean update is kept, exactly on integers, and the steps that follow are like any other."""
+    old = 8 if size != 8 else 4 if row.gpus is None or 4 in row.gpus else 7
+    rng, tx, start = np.random.default_rng(0), row.make(transports.axis(row), DENSITY), 5
+    before, _ = transports.workers(row, old)
+    before = before._replace(step=before.step + start, buckets=tuple(integers(row, before, old, rng)))
+    state = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), before)
+    state = jsparse.reshard(tx, state, transports.zeros(), transports.mesh_of(row, size), transports.axis(row))
+    assert jax.tree.leaves(state) == [] or state.step.shape == (size,)
+    after = jax.tree.map(lambda x: np.asarray(x).reshape(size, -1, *x.shape[1:]), state)
+    had, have = (residual(row, *pair).sum(0, dtype=np.float64) for pair in ((before, old), (after, size)))
+    np.testing.assert_array_equal(have / size, had / old)
+    assert not row.sparse or had.any()
+    for velocity, given in ((a.velocity, b.velocity) for a, b in zip(after.buckets, before.buckets, strict=True)):
+        if given is not None:
+            np.testing.assert_array_equal(velocity.sum(0) / size, np.asarray(given).sum(0) / old)
+    gradients = [row.scale * gradient for gradient in scenarios.take("ordinary", size, 2)]
+    for step in run(row, size, gradients, state=after, start=start):
+        assert_nothing_lost(row, step)
+
+
+def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> Iterator[jsparse.SparseAllReduceState]:
+    """The buckets' states, integers for residuals and velocities: multiples of the number of workers and the scale."""
+    nodes = size // row.gpus[size] if row.gpus else size
+
+    def vector(given, n):
+        if given is None:
+            return None
+        whole = np.zeros((nodes, given.size // nodes), np.float32)
+        whole[:, :n] = rng.integers(-50, 51, (nodes, n)) * (rng.random((nodes, n)) < 0.7) * size * row.scale
+        return whole.reshape(given.shape)
+
+    for places, of in zip(buckets(row), state.buckets, strict=True):
+        yield of._replace(residual=vector(of.residual, len(places)), velocity=vector(of.velocity, len(places)))
 
 
 TRANSPORTS = [("shard_map", 3), ("shard_map", 8), ("shard_map unchecked", 3), ("pmap", 3)]

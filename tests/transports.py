@@ -20,6 +20,11 @@ def mesh(size: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:size]), (AXIS,))
 
 
+def mesh_of(row: Row, size: int) -> Mesh:
+    sizes = axis_sizes(row, size)
+    return Mesh(np.array(jax.devices()[:size]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
 def axis(row: Row) -> str | tuple[str, str]:
     return AXIS if row.gpus is None else LEVELS
 
@@ -82,9 +87,7 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
         init = jax.pmap(lambda _: tx.init(zeros()), axis_name=AXIS)
         return init(np.arange(size)), jax.pmap(tx.update, axis_name=AXIS)
     else:
-        along, check = PartitionSpec(axis(row)), transport == "shard_map"
-        sizes = axis_sizes(row, size)
-        on = Mesh(np.array(jax.devices()[:size]).reshape(tuple(sizes.values())), tuple(sizes))
+        along, check, on = PartitionSpec(axis(row)), transport == "shard_map", mesh_of(row, size)
 
         def unstack(leaves):
             return jax.tree.map(lambda x: x[0], leaves)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import rich.console
 import rich.table
 
-from .. import _dense_presets, _presets, cost
+from .. import cost
 from .._density import check_density, elements_kept
+from .._files import presets
 from .._ledger import Cost
 from ._output import put_out, pyplot
 
@@ -71,27 +72,41 @@ def run(args: argparse.Namespace) -> None:
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of every algorithm, the fastest step first."""
-    check_density(args.density)
-    if args.parameters < 1:
-        raise ValueError(f"--parameters is {args.parameters}; it is a number of elements, at least 1")
     if args.step_time < 0 or args.selection_time < 0:
         raise ValueError("--step-time and --selection-time are milliseconds, at least 0")
     alpha, beta = cost.link(args.bandwidth, args.latency)
     node = cost.Node(args.gpus_per_node, *cost.link(args.node_bandwidth, args.node_latency))
-    k = elements_kept(args.density, args.parameters)
+    return forecast(args.parameters, args.density, args.workers, alpha, beta, node, args.step_time, args.selection_time)
+
+
+def forecast(
+    n: int,
+    density: float,
+    workers: int,
+    alpha: float,
+    beta: float,
+    node: cost.Node,
+    step_time: float,
+    selection_time: float,
+) -> dict[str, Any]:
+    """Of a cluster, and of a step and a selection in milliseconds."""
+    check_density(density)
+    if n < 1:
+        raise ValueError(f"--parameters is {n}; it is a number of elements, at least 1")
+    k = elements_kept(density, n)
     results = []
     for name in names(node.gpus):
-        prediction = cost.predict(name, args.parameters, k, args.workers, alpha, beta, node=node)
+        prediction = cost.predict(name, n, k, workers, alpha, beta, node=node)
         cases = {case: getattr(prediction, case) for case in ("best", "expected", "worst")}
-        step = args.step_time + 1e3 * prediction.expected.seconds
-        sends = exact(name, args.parameters, args.density, args.workers, node.gpus)
+        step = step_time + 1e3 * prediction.expected.seconds
+        sends = exact(name, n, density, workers, node.gpus)
         results.append(
             {
                 "name": name,
                 "messages": prediction.expected.messages,
                 "bytes": {case: 4 * load.words for case, load in cases.items()},
                 "communication_ms": {case: 1e3 * load.seconds for case, load in cases.items()},
-                "step_ms": step if name in cost.DENSE else step + args.selection_time,
+                "step_ms": step if name in cost.DENSE else step + selection_time,
                 "sends_bytes": [part.bytes for part in sends] if sends else None,
                 "sends_messages": [part.messages for part in sends] if sends else None,
             }
@@ -103,14 +118,14 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     results.sort(key=lambda result: result["step_ms"])
     cheapest = min(alike, key=lambda result: result["step_ms"])["name"]
     return {
-        "parameters": args.parameters,
+        "parameters": n,
         "k": k,
-        "workers": args.workers,
+        "workers": workers,
         "alpha": alpha,
         "beta": beta,
         "node": {"gpus": node.gpus, "alpha": node.alpha, "beta": node.beta},
-        "step_time_ms": args.step_time,
-        "selection_time_ms": args.selection_time,
+        "step_time_ms": step_time,
+        "selection_time_ms": selection_time,
         "cheapest": cheapest,
         "dense_wins": cheapest in cost.DENSE,
         "algorithms": results,
@@ -122,21 +137,31 @@ def names(gpus: int) -> list[str]:
     return [name for name in cost.ALGORITHMS if gpus > 1 or name not in TWO_LEVELS]
 
 
-def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[Cost, Cost] | None:
-    """What the preset of that name sends; None where there is none."""
+def preset_of(name: str, density: float) -> tuple[str, dict[str, Any]] | None:
+    """The preset of a modelled algorithm, by name, and its options; None where there is none."""
     options: dict[str, Any] = {}
     if name == "gtopk_tree":
         name, options = "gtopk", {"topology": "tree"}
-    preset = getattr(_presets, name, None) or getattr(_dense_presets, name, None)
+    preset = presets().get(name)
     if preset is None:
         return None
-    parameters = inspect.signature(preset).parameters
-    if "density" in parameters:
+    if "density" in inspect.signature(preset).parameters:
         options["density"] = density
+    return name, options
+
+
+def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[Cost, Cost] | None:
+    """What the preset of that name sends; None where there is none."""
+    found = preset_of(name, density)
+    if found is None:
+        return None
+    preset, options = presets()[found[0]], found[1]
     params = jax.ShapeDtypeStruct((n,), jnp.float32)
-    if "intra" in parameters:
+    tx: Any
+    if "intra" in inspect.signature(preset).parameters:
         gpus = min(gpus, workers)
-        return cost.exact(preset("nodes", "gpus", **options), params, (workers // gpus, gpus))
+        tx = preset("nodes", "gpus", **options)
+        return cost.exact(tx, params, (workers // gpus, gpus))
     return cost.exact(preset("workers", **options), params, workers)
 
 

@@ -1,0 +1,70 @@
+"""What several workers hold, dealt out to another number of workers; on the host, in NumPy."""
+
+import numpy as np
+
+# Elements at a time: what is computed with stays in the cache.
+CHUNK = 2**16
+
+
+def redistribute(rows: np.ndarray, size: int, before: int, after: int) -> np.ndarray:
+    """Vectors for ``size`` rows, of which the sum is ``after / before`` times that of the given ones.
+
+    The given rows lie side by side, each as wide as the others, and so do the new ones over the same stretch: a new row
+    is the mean of the old ones that it covers, times a factor common to all. So no worker has more to deliver than
+    others, magnitudes stay comparable to those of thresholds, and what was not negative stays so. Where each row goes
+    to as many new ones, it is copied. Otherwise new rows are differences of running sums, rounded to whole multiples of
+    the smallest bit that is set in the old rows or in the new sum: the differences add up to that sum exactly wherever
+    they are representable, as those of integers are, and to its rounding elsewhere.
+
+    Args:
+      rows: shape ``(old size, n)``, floats.
+      size: how many new rows.
+      before, after: what the old sum, and what the new one, is to be divided by for the same mean.
+
+    Returns:
+      Shape ``(size, n)``, of the type of ``rows``.
+    """
+    old = len(rows)
+    if size % old == 0 and size * before == old * after:
+        return rows[np.arange(size) * old // size]
+    result = np.empty((size, rows.shape[1]), rows.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # What is not finite, in a state of others, stays so.
+        for begin in range(0, rows.shape[1], CHUNK):
+            part = slice(begin, begin + CHUNK)
+            _deal(rows[:, part], result[:, part], before, after)
+    return result
+
+
+def _deal(rows: np.ndarray, result: np.ndarray, before: int, after: int) -> None:
+    size = len(result)
+    wide = rows.astype(np.float64)
+    total = (wide.sum(0) * after / before).astype(rows.dtype)
+    unit = np.minimum(np.min(_last_bit(wide), axis=0), _last_bit(total.astype(np.float64)))
+    begun, passed, given = 0, np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
+    for number, row in enumerate(result, 1):
+        end, rest = divmod(number * len(rows), size)
+        passed = passed + wide[begun:end].sum(0)
+        begun = end
+        reached = passed * size + wide[end] * rest if rest else passed * size
+        row[:] = np.rint((reached * after / (before * size)) / unit) * unit - given
+        given += row
+
+
+def _last_bit(x: np.ndarray) -> np.ndarray:
+    """The power of two of which each float64 is an odd multiple; a large one for 0 and what is not finite."""
+    some = (x != 0) & np.isfinite(x)
+    mantissa, exponent = np.frexp(np.where(some, x, 1))
+    whole = (mantissa * 2.0**53).astype(np.int64)
+    return np.where(some, np.ldexp((whole & -whole).astype(np.float64), exponent - 53), 2.0**1000)
+
+
+def nearest(rows: np.ndarray, size: int) -> np.ndarray:
+    """Those of the given rows over which the new ones begin: for what has no mean."""
+    return rows[np.arange(size) * len(rows) // size]
+
+
+def interpolate(starts: np.ndarray, n: int, size: int) -> np.ndarray:
+    """Where ``size`` regions of ``n`` indices begin that hold equal parts of what these regions hold."""
+    edges = np.append(starts, n)
+    at = np.arange(size) * len(starts) / size
+    return np.interp(at, np.arange(len(edges)), edges).astype(starts.dtype)

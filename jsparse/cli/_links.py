@@ -1,0 +1,152 @@
+"""α and β of a network: messages and collectives of several lengths, and the line that their times lie on."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._comm import AxisComm
+from .._ledger import Cost, collective_cost
+
+# Seconds that a measurement may take, of which there are several, and runs in it.
+BUDGET, MOST = 0.05, 1000
+
+
+class Sample(NamedTuple):
+    """One length of one kind of message.
+
+    Attributes:
+      what: which collective; ``"ppermute"`` is a ping-pong between two workers.
+      payload: words of a worker's operand.
+      messages: that a worker sends one after the other.
+      words: that pass over a link meanwhile.
+      seconds: that this took.
+    """
+
+    what: str
+    payload: int
+    messages: float
+    words: float
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """The line ``seconds = alpha * messages + beta * words``.
+
+    Attributes:
+      alpha: seconds a message.
+      beta: seconds a word of 4 bytes.
+      error: the root of the mean squared relative error of the samples' times.
+    """
+
+    alpha: float
+    beta: float
+    error: float
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """Least squares of the relative errors, neither α nor β below 0.
+
+    >>> times = [(1, 10), (1, 1000), (4, 500)]
+    >>> fit([Sample("psum", w, m, w, 0.5 * m + 0.25 * w) for m, w in times])
+    Fit(alpha=0.5, beta=0.25, error=0.0)
+    """
+    if not samples:
+        raise ValueError("there are no times to fit a line to: measure at least one message")
+    rows = np.array([(sample.messages / sample.seconds, sample.words / sample.seconds) for sample in samples])
+    ones, scale = np.ones(len(rows)), np.maximum(np.abs(rows).max(0), np.finfo(float).tiny)
+
+    def solved(columns):
+        found = np.zeros(2)
+        found[columns] = np.linalg.lstsq(rows[:, columns] / scale[columns], ones, rcond=None)[0] / scale[columns]
+        return found
+
+    best = solved([0, 1])
+    if (best < 0).any():
+        best = min((np.maximum(solved([i]), 0) for i in (0, 1)), key=lambda found: np.sum((rows @ found - 1) ** 2))
+    error = float(np.sqrt(np.mean((rows @ best - 1) ** 2)))
+    return Fit(*(float(f"{figure:.6g}") for figure in best), float(f"{error:.3g}") if error > 1e-9 else 0.0)
+
+
+def agreed(seconds: float) -> float:
+    """The longest of any process, the same on all: what follows from it, all decide alike."""
+    if jax.process_count() == 1:
+        return seconds
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+
+
+def seconds_of(run: Callable[[int], Any], repeats: int, budget: float = BUDGET) -> float:
+    """The median time of one of many runs, after the first.
+
+    Args:
+      run: runs so many times, and returns arrays.
+      repeats: how many measurements.
+      budget: seconds that one of them should take.
+    """
+
+    def taken(count):
+        start = time.perf_counter()
+        jax.block_until_ready(run(count))
+        return (time.perf_counter() - start) / count
+
+    taken(1)
+    count = int(min(max(budget / max(agreed(taken(1)), 1e-9), 1), MOST))
+    return agreed(statistics.median(taken(count) for _ in range(repeats)))
+
+
+def measure(mesh: Mesh, axis: str, payloads: Sequence[int], repeats: int, sharing: int = 1) -> Iterator[Sample]:
+    """Times messages and collectives along an axis of the mesh, all of whose rows send at once.
+
+    Args:
+      mesh: the workers.
+      axis: along which they talk; more than one stand there.
+      payloads: words of a worker's operand.
+      repeats: measurements of each.
+      sharing: how many of them share a link.
+    """
+    comm, size, parted = AxisComm(axis), mesh.shape[axis], PartitionSpec(mesh.axis_names)
+
+    def gathered(x):
+        return comm.all_gather(x)[(comm.rank() + 1) % size]
+
+    def exchanged(x):
+        return comm.all_to_all(x.reshape(size, -1)).reshape(-1)
+
+    def there_and_back(x):
+        return comm.ppermute(comm.ppermute(x, [(0, 1)]), [(1, 0)])
+
+    bodies = {
+        "ppermute": there_and_back,
+        "psum": lambda x: comm.psum(x) / size,
+        "all_gather": gathered,
+        "all_to_all": exchanged,
+    }
+
+    def local(body, x, count):
+        return lax.fori_loop(0, count, lambda i, x: body(x), x)
+
+    for name, body in bodies.items():
+        along = functools.partial(local, body)
+        looped = jax.jit(
+            jax.shard_map(along, mesh=mesh, in_specs=(parted, PartitionSpec()), out_specs=parted, check_vma=False)
+        )
+        for payload in sorted({-(-payload // size) * size for payload in payloads}):
+            x = ones(mesh, payload)
+            taken = seconds_of(lambda count, x=x, looped=looped: looped(x, jnp.int32(count)), repeats)
+            sent = collective_cost(name, 4 * payload, size)
+            sent = Cost(2 * sent.bytes, 2) if name == "ppermute" else sent
+            yield Sample(name, payload, sent.messages, sharing * sent.bytes / 4, taken)
+
+
+def ones(mesh: Mesh, n: int) -> jax.Array:
+    """A vector of length n on each worker."""
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.jit(lambda: jnp.ones(mesh.size * n), out_shardings=place)()

@@ -1,0 +1,422 @@
+"""``jsparse tune``: measures a cluster, and says which algorithm to take on it, with which settings.
+
+Run it as the training is run: with the same launcher, on the same machines, one command a process. Every process
+measures; the first one prints, and writes a file that ``jsparse.from_file(path, comm)`` makes the transformation of.
+
+It measures the network's α and β (a ping-pong, and sums, all-gathers and all-to-alls of several lengths), selection,
+and, if a model is named, its step; predicts every algorithm from these, as ``jsparse plan`` does; measures whole
+synchronisations with the most promising ones, with the dense ones beside them; and with the fastest sparse one also
+the compact wires, and a threshold that is sampled.
+"""
+
+import argparse
+import contextlib
+import importlib
+import math
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+from jax.sharding import Mesh, PartitionSpec
+
+from .. import cost
+from .._density import check_density
+from .._files import build, describe, write
+from .._random import key_of
+from .._state import init, state_specs
+from ..quantize import BFloat16
+from ..select import SampledThreshold, TopK
+from ..wire import Compact
+from ._links import Fit, Sample, agreed, fit, measure, seconds_of
+from ._output import put_out, pyplot
+from .plan import forecast, preset_of, short, whole_number
+
+BETWEEN, INSIDE = "nodes", "gpus"
+LONGEST = 2**22
+# A sparse algorithm is recommended if a step is by so much faster: less is noise, and dense sums lose no accuracy.
+MARGIN = 1.05
+
+
+class Candidate(NamedTuple):
+    """A preset with its settings."""
+
+    name: str
+    preset: str
+    options: dict[str, Any]
+
+    def content(self) -> dict[str, Any]:
+        return describe(self.preset, **self.options)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure this cluster, and write which algorithm to take",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--parameters", type=whole_number, metavar="N", help="elements of the gradient, such as 25e6")
+    what.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function of no arguments that returns (loss_fn, params, batch): a worker's loss_fn(params, batch); "
+        "the step is measured, too",
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
+    parser.add_argument("--step-time", type=float, metavar="MS", help="of a step without communication (default 0)")
+    parser.add_argument("--candidates", type=int, default=4, help="sparse algorithms to measure (default 4)")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each (default 7)")
+    parser.add_argument(
+        "--workers", type=int, metavar="P", help="devices to take (default all); virtual ones, if a CPU has no more"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="G",
+        help="workers with a network of their own between them (default: in several processes the devices of one)",
+    )
+    parser.add_argument("--distributed", action="store_true", help="several processes, found by JAX (Slurm, MPI, TPU)")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: the address of the first")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many, with --coordinator")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("tune.json"), metavar="FILE", help="(default tune.json)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures there; - for the standard output")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw times there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_density(args.density)
+    if args.candidates < 1 or args.repeats < 1 or (args.parameters is not None and args.parameters < 1):
+        raise ValueError("--parameters, --candidates and --repeats are at least 1")
+    if args.step_time is not None and args.step_time < 0:
+        raise ValueError(f"--step-time is {args.step_time}; it is milliseconds, at least 0")
+    start_processes(args)
+    mesh = mesh_of(args)
+    first = jax.process_index() == 0
+    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
+    console = rich.console.Console(file=sys.stderr)
+    with rich.progress.Progress(*columns, console=console, transient=True, disable=not first) as progress:
+        task = progress.add_task("measuring")
+
+        def tell(what: str, done: float) -> None:
+            progress.update(task, description=what, completed=100 * done)
+
+        figures, content = tune(args, mesh, tell)
+    if first:
+        # Only here do processes differ: nothing is sent any more.
+        write(args.out, content | {"tune": figures})
+        figures["out"] = str(args.out)
+        put_out(args, figures, show, draw_times)
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    if args.coordinator:
+        if args.processes is None or args.process_id is None:
+            raise ValueError("--coordinator needs --processes and --process-id: how many there are, and which this is")
+        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    elif args.distributed:
+        jax.distributed.initialize()
+    elif args.workers and args.workers > 1:
+        with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+            jax.config.update("jax_num_cpu_devices", args.workers)
+
+
+def mesh_of(args: argparse.Namespace) -> Mesh:
+    """The workers, on one level or on two."""
+    devices = jax.devices()
+    if args.workers and len(devices) < args.workers and jax.process_count() == 1:
+        devices = jax.devices("cpu")
+    size = args.workers or len(devices)
+    if size < 2:
+        raise ValueError(
+            "there is one device, and nothing to tune: start as many processes as the training has, with --distributed "
+            "or --coordinator; or try it on virtual devices with --workers 4"
+        )
+    if size > len(devices) or (jax.process_count() > 1 and size < len(devices)):
+        raise ValueError(f"--workers is {size}; there are {len(devices)} devices (all of which several processes use)")
+    gpus = args.gpus_per_node or (jax.local_device_count() if jax.process_count() > 1 else 1)
+    if size % gpus:
+        raise ValueError(f"{size} workers do not fill nodes of {gpus}: give --gpus-per-node")
+    # Within a single node there is one network.
+    gpus = 1 if gpus == size else gpus
+    devices = sorted(devices[:size], key=lambda device: (device.process_index, device.id))
+    shape, names = ((size // gpus, gpus), (BETWEEN, INSIDE)) if gpus > 1 else ((size,), (BETWEEN,))
+    return Mesh(np.array(devices).reshape(shape), names)
+
+
+def tune(
+    args: argparse.Namespace, mesh: Mesh, tell: Callable[[str, float], None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All figures, and what the file says. All processes compute the same."""
+    n, step = args.parameters, args.step_time
+    if args.model:
+        tell("the model's step", 0)
+        n, measured = model_step(args.model, args.repeats)
+        step = measured if step is None else step
+    links, samples = measure_links(mesh, n, args.repeats, tell)
+    tell("selection", 0.3)
+    selection = 1e3 * selection_time(mesh, n, args.density, args.repeats)
+    between, inside = links[BETWEEN], links.get(INSIDE, Fit(0, 0, 0))
+    node = cost.Node(mesh.shape.get(INSIDE, 1), inside.alpha, inside.beta)
+    predicted = forecast(n, args.density, mesh.size, between.alpha, between.beta, node, step or 0.0, selection)
+    results = measure_candidates(args, mesh, n, step or 0.0, predicted, tell)
+    chosen = recommended(results)
+    content = chosen["file"]
+    figures = {
+        "workers": mesh.size,
+        "nodes": mesh.shape[BETWEEN],
+        "processes": jax.process_count(),
+        "device": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "density": args.density,
+        "step_measured": bool(args.model),
+        "links": {name: link._asdict() for name, link in links.items()},
+        "samples": {name: [sample._asdict() for sample in of] for name, of in samples.items()},
+        "predicted": predicted,
+        "measured": results,
+        "recommended": chosen["name"],
+        "dense_wins": chosen["preset"] in cost.DENSE,
+        "times_faster_than_dense": chosen["times_faster_than_dense"],
+    }
+    return figures, content
+
+
+def model_step(model: str, repeats: int) -> tuple[int, float]:
+    """The parameters of a model, and the milliseconds of its loss and gradient on one device."""
+    module, _, name = model.partition(":")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(importlib.import_module(module), name)()
+        loss_fn, params, batch = made
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"--model is {model!r} ({error}); it is MODULE:FUNCTION, a function of no arguments that returns "
+            "(loss_fn, params, batch)"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    params, batch = jax.device_put((params, batch), jax.local_devices()[0])
+    step = jax.jit(jax.value_and_grad(loss_fn))
+
+    def times(count):
+        return [step(params, batch) for _ in range(count)][-1]
+
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)), 1e3 * seconds_of(times, repeats)
+
+
+def measure_links(
+    mesh: Mesh, n: int, repeats: int, tell: Callable[[str, float], None]
+) -> tuple[dict[str, Fit], dict[str, list[Sample]]]:
+    """Of each level of the network."""
+    payloads = [size for size in (1, 2**8, 2**12, 2**16, 2**19, LONGEST) if size < n] + [min(n, LONGEST)]
+    samples: dict[str, list[Sample]] = {}
+    for level, axis in enumerate(mesh.axis_names):
+        # All workers of a node send at once, over its one link.
+        sharing = mesh.shape.get(INSIDE, 1) if axis == BETWEEN else 1
+        found = samples.setdefault(axis, [])
+        for number, sample in enumerate(measure(mesh, axis, payloads, repeats, sharing)):
+            found.append(sample)
+            tell(f"network, {sample.what}", (level + (number + 1) / 4 / len(payloads)) * 0.3 / len(mesh.axis_names))
+    return {axis: fit(of) for axis, of in samples.items()}, samples
+
+
+def gradients(mesh: Mesh, n: int) -> jax.Array:
+    """A normal vector for each worker."""
+    axes, comm_rank = PartitionSpec(mesh.axis_names), jnp.arange(mesh.size, dtype=jnp.int32)
+    draw = jax.shard_map(
+        lambda rank: jax.random.normal(key_of(0, rank[0]), (n,)), mesh=mesh, in_specs=axes, out_specs=axes
+    )
+    return jax.jit(draw)(comm_rank)
+
+
+def selection_time(mesh: Mesh, n: int, density: float, repeats: int) -> float:
+    """Seconds of an exact top-k, on all workers at once."""
+    axes, select = PartitionSpec(mesh.axis_names), TopK(density)
+
+    def local(acc):
+        x, _ = select(acc, select.init(n, acc.dtype), jnp.int32(1), jnp.int32(0))
+        return x.values
+
+    chosen = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False))
+    acc = gradients(mesh, n)
+    return seconds_of(lambda count: [chosen(acc) for _ in range(count)][-1], repeats)
+
+
+def measure_candidates(
+    args: argparse.Namespace,
+    mesh: Mesh,
+    n: int,
+    step: float,
+    predicted: dict[str, Any],
+    tell: Callable[[str, float], None],
+) -> list[dict[str, Any]]:
+    """The dense ones, the most promising sparse ones, and the fastest of these with other wires, and sampling."""
+    expected = {result["name"]: result["step_ms"] for result in predicted["algorithms"]}
+    dense = [Candidate(name, name, {}) for name in ("dense", "torus") if name in expected]
+    sparse = []
+    for name in expected:
+        preset = preset_of(name, args.density)
+        if preset and name not in cost.DENSE + cost.DIFFERING:
+            sparse.append(Candidate(name, *preset))
+    first = [*dense, *sparse[: args.candidates]]
+    total, results = len(first) + 3, []
+    acc = gradients(mesh, n)
+
+    def measured(candidate: Candidate) -> dict[str, Any]:
+        tell(candidate.name, 0.35 + 0.65 * len(results) / total)
+        times = synchronisation_times(mesh, candidate, acc, args.repeats)
+        median = statistics.median(times)
+        result = {
+            "name": candidate.name,
+            "preset": candidate.preset,
+            "file": candidate.content(),
+            "synchronisation_ms": {"median": median, "min": min(times), "max": max(times)},
+            "step_ms": step + median,
+            "predicted_step_ms": expected.get(candidate.name),
+        }
+        results.append(result)
+        return result
+
+    pairs = [(candidate, measured(candidate)) for candidate in first]
+    best, fastest = min((pair for pair in pairs if pair[0] not in dense), key=lambda pair: pair[1]["step_ms"])
+    plain = best
+    variants: list[tuple[str, dict[str, Any]]] = [
+        ("compact", {"wire": Compact()}),
+        ("compact bf16", {"wire": Compact(BFloat16())}),
+        ("sampled", {"select": SampledThreshold(args.density)}),
+    ]
+    for name, option in variants:
+        # Wires are compared with each other; the selector, on the best of them.
+        of = plain if "wire" in option else best
+        candidate = Candidate(f"{of.name}, {name}", of.preset, of.options | option)
+        result = measured(candidate)
+        if result["step_ms"] < fastest["step_ms"]:
+            best, fastest = candidate, result
+    dense_step = min(result["step_ms"] for result in results if result["preset"] in cost.DENSE)
+    for result in results:
+        result["times_faster_than_dense"] = dense_step / result["step_ms"]
+    return sorted(results, key=lambda result: result["step_ms"])
+
+
+def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repeats: int) -> list[float]:
+    """Milliseconds of whole synchronisations: selection, communication, and a dense update."""
+    names = mesh.axis_names
+    axes: Any = names if len(names) > 1 else names[0]
+    tx: Any = build(candidate.content(), axes)
+    n = acc.shape[0] // mesh.size
+    state = init(tx, np.zeros(n, np.float32), mesh, axes)
+    specs = state_specs(state, axes)
+    step = jax.jit(
+        jax.shard_map(tx.update, mesh=mesh, in_specs=(PartitionSpec(axes), specs), out_specs=(PartitionSpec(), specs)),
+        donate_argnums=1,
+    )
+    times = []
+    # The first compiles; the second's state comes from a step, not from init.
+    for number in range(repeats + 2):
+        start = time.perf_counter()
+        _, state = jax.block_until_ready(step(acc, state))
+        taken = agreed(time.perf_counter() - start)
+        if number > 1:
+            times.append(1e3 * taken)
+    return times
+
+
+def recommended(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest; the fastest dense one, if nothing is clearly faster."""
+    if results[0]["times_faster_than_dense"] >= MARGIN:
+        return results[0]
+    return next(result for result in results if result["preset"] in cost.DENSE)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the network, the table, and what follows from them."""
+    predicted, console = figures["predicted"], rich.console.Console(width=120, highlight=False)
+    for name, link in figures["links"].items():
+        rate = f"{32e-9 / link['beta']:.3g} Gbit/s" if link["beta"] else "a rate beyond measure"
+        where = "inside a node" if name == INSIDE else "between nodes" if INSIDE in figures["links"] else "network"
+        console.print(
+            f"{where}: {1e6 * link['alpha']:.3g} µs a message, {rate} (off by {100 * link['error']:.0f} %, typically)"
+        )
+    table = rich.table.Table(
+        title=f"n = {predicted['parameters']:,}, k = {predicted['k']:,}, {figures['workers']} workers on "
+        f"{figures['nodes']} nodes; {figures['device']}, jax {figures['jax']}",
+        caption=f"synchronisation: selection and communication, measured. step: and {short(predicted['step_time_ms'])} "
+        f"ms of computing. predicted: likewise, with {short(predicted['selection_time_ms'])} ms of selection.",
+    )
+    table.add_column("algorithm")
+    for column in ("synchronisation ms", "range", "step ms", "predicted ms", "over dense"):
+        table.add_column(column, justify="right")
+    for result in figures["measured"]:
+        times, guess = result["synchronisation_ms"], result["predicted_step_ms"]
+        table.add_row(
+            result["name"],
+            short(times["median"]),
+            f"{short(times['min'])} to {short(times['max'])}",
+            short(result["step_ms"]),
+            "" if guess is None else short(guess),
+            f"{result['times_faster_than_dense']:.2f} x",
+        )
+    console.print(table)
+    console.print(verdict(figures))
+
+
+def verdict(figures: dict[str, Any]) -> str:
+    """Which to take, in words."""
+    name, results = figures["recommended"], figures["measured"]
+    if figures["dense_wins"]:
+        near = next((result for result in results if result["preset"] not in cost.DENSE), None)
+        advice = f"Dense wins: take {name}."
+        if near:
+            advice += (
+                f" The fastest sparse one, {near['name']}, makes a step "
+                f"{1 / near['times_faster_than_dense']:.2f} times as long (below {1 / MARGIN:.2f} it would be taken)."
+            )
+    else:
+        advice = (
+            f"Take {name} at density {figures['density']}: a step is {figures['times_faster_than_dense']:.2f} times as "
+            "fast as with the fastest dense one."
+        )
+    if not figures["predicted"]["step_time_ms"]:
+        advice += " The model's own step is counted as free: give --model or --step-time."
+    return f"{advice} {figures['out']} says so to jsparse.from_file."
+
+
+def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws what was measured of the network, with the fitted lines, and each algorithm's step."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for name, samples in figures["samples"].items():
+        link = figures["links"][name]
+        for number, what in enumerate(dict.fromkeys(sample["what"] for sample in samples)):
+            of = [sample for sample in samples if sample["what"] == what]
+            style = {"color": f"C{number}", "marker": "s" if name == INSIDE else "o"}
+            left.plot(
+                [s["payload"] for s in of], [1e3 * s["seconds"] for s in of], ls="", label=f"{what}, {name}", **style
+            )
+            line = [1e3 * (link["alpha"] * s["messages"] + link["beta"] * s["words"]) for s in of]
+            left.plot([s["payload"] for s in of], line, color=f"C{number}", lw=1)
+    left.set(xscale="log", yscale="log", xlabel="words", ylabel="ms", title="messages, and the α-β model")
+    left.legend(fontsize="small")
+    results = figures["measured"][::-1]
+    bars = right.barh([result["name"] for result in results], [result["step_ms"] for result in results])
+    right.bar_label(bars, fmt="%.3g", padding=3)
+    guesses = [(i, r["predicted_step_ms"]) for i, r in enumerate(results) if r["predicted_step_ms"] is not None]
+    right.plot([guess for _, guess in guesses], [i for i, _ in guesses], "k|", ms=14, label="predicted")
+    right.margins(x=0.15)
+    right.set(xlabel="ms a step", title=f"n = {figures['predicted']['parameters']:,}, density {figures['density']}")
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
