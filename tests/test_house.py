@@ -25,7 +25,7 @@ LAYERS = [
     {"jsparse._density", "jsparse._operator", "jsparse._models", "jsparse._random"},
     {"jsparse._sparse_vector"},
     {"jsparse._flatten", "jsparse._buckets"},
-    {"jsparse._comm"},
+    {"jsparse._comm", "jsparse._mpi"},
     {"jsparse._ledger"},
     {"jsparse._traffic"},
     {"jsparse.quantize"},
