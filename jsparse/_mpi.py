@@ -115,7 +115,7 @@ class MpiComm:
         x = jnp.asarray(x)
         if x.dtype == bool:
             x = x.astype(jnp.int32)
-        if jnp.issubdtype(x.dtype, jnp.integer):
+        if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:  # Open MPI's sums of narrow ones saturate.
             return mpi4jax().allreduce(x, _mpi().SUM, comm=self.communicator) if x.size else x
         if x.nbytes <= SMALL:
             return _sum(self.all_gather(x))

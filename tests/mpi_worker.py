@@ -1,20 +1,21 @@
-"""What each process of ``mpirun`` runs for ``test_mpi.py``: it writes, by rank 0, what became of each case."""
+"""What each process of ``mpirun`` runs for ``test_mpi.py``: ``python -m mpi4py mpi_worker.py FILE ROW ...``.
 
-import json
-import os
+Rank 0 writes to the file, pickled: of every row all processes' updates and states, or why it is not possible; and the
+tracebacks of checks that failed.
+"""
+
+import functools
 import pathlib
+import pickle
 import sys
-import time
 import traceback
-
-sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
+from jax import lax
 from mpi4py import MPI
 
 import jsparse
@@ -26,59 +27,154 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 
 
-def gradients(row: Row) -> list[np.ndarray]:
-    """Whole numbers, one gradient that is not finite, and numbers that are rounded when they are summed."""
-    rng = np.random.default_rng(0)
-    whole = [*scenarios.take("ordinary", SIZE, 3), *scenarios.take("one_region", SIZE, 2)]
-    spoilt = whole[0].copy()
-    spoilt[SIZE // 2, 700] = np.nan
-    rounded = [rng.standard_t(2, (SIZE, transports.N)).astype(np.float32) for _ in range(3)]
-    return [*(row.scale * gradient for gradient in whole), spoilt, *rounded]
-
-
-def run(row: Row) -> list:
-    """This process's updates and state after every step."""
+def comms(row: Row) -> Any:
     comm = jsparse.MpiComm()
-    tx = row.make(comm if row.gpus is None else comm.levels(row.gpus[SIZE]), DENSITY)
-    state, update, steps = tx.init(transports.zeros()), jax.jit(tx.update), []
-    for gradient in gradients(row):
+    return comm if row.gpus is None else comm.levels(row.gpus[SIZE])
+
+
+def prepare(row: Row) -> tuple[Any, Callable[..., Any]]:
+    """The first state, and the compiled update: nothing is sent, so that no process waits for another's compiler."""
+    tx = row.make(comms(row), DENSITY)
+    state, update = tx.init(transports.zeros()), jax.jit(tx.update)
+    update.lower(transports.zeros(), state).compile()  # What the first call finds ready.
+    return state, update
+
+
+def run(row: Row, state: Any, update: Callable[..., Any]) -> list[list[np.ndarray]]:
+    """The leaves of this process's updates and state after every step."""
+    steps = []
+    for gradient in scenarios.mixed(SIZE, row.scale):
         mine = jax.tree.map(lambda x: x[0], transports.tree(gradient[RANK : RANK + 1]))
         updates, state = update(mine, state)
-        steps.append(jax.tree.map(np.asarray, (updates, state)))
+        steps.append([np.asarray(leaf) for leaf in jax.tree.leaves((updates, state))])
     return steps
 
 
-def compare(row: Row, steps: list[list]) -> None:
-    """All processes' steps with those along an axis of ``jax.vmap``."""
-    state, update = transports.workers(row, SIZE)
-    for number, gradient in enumerate(gradients(row)):
-        updates, state = update(transports.tree(gradient), state)
-        stacked = jax.tree.map(lambda *xs: np.stack(xs), *(of_rank[number] for of_rank in steps))
-        jax.tree.map(np.testing.assert_array_equal, stacked, (updates, state))
+def check_types():
+    """What MPI has no type for arrives as it was; sums are in the order of ranks, and alike everywhere."""
+    comm = jsparse.MpiComm()
+    moves = {"all_gather": comm.all_gather, "all_to_all": comm.all_to_all}
+    moves["ppermute"] = lambda x: comm.ppermute(x, [(0, 1)])
+    sums = {"psum": comm.psum, "short psum": lambda x: comm.psum(x[0, :5]), "psum_scatter": comm.psum_scatter}
+    everyone = np.random.default_rng(0).standard_normal((SIZE, SIZE, 301)) * 50
+    everyone[:, :, 0] = 127  # Sums of narrow integers are taken modulo their range, too.
+    summed = ["float32", "bfloat16", "float16", "int8", "uint32"]
+    for dtype in [*summed, "float8_e4m3fn", "bool"]:
+        rows = jnp.asarray(everyone).astype(dtype)
+        some = moves | sums | {"pmax": comm.pmax} if dtype in summed else moves
+        got = jax.jit(lambda x, some=some: {name: collective(x) for name, collective in some.items()})(rows[RANK])
+        assert {x.dtype for x in got.values()} == {rows.dtype}
+        wanted = {"all_gather": rows, "all_to_all": rows[:, RANK], "pmax": rows}
+        wanted["ppermute"] = rows[0] if RANK == 1 else jnp.zeros_like(rows[0])
+        if dtype in summed:
+            wide = np.asarray(rows, np.float32 if rows.dtype.itemsize < 4 and "float" in dtype else rows.dtype)
+            total = functools.reduce(np.add, wide).astype(rows.dtype)
+            wanted |= {"psum": total, "short psum": total[0, :5], "psum_scatter": total[RANK]}
+            wanted["pmax"] = rows.max(0)
+        for name, x in got.items():
+            np.testing.assert_array_equal(x, wanted[name], err_msg=f"{name} of {dtype}")
+    assert comm.psum(jnp.array(True)) == SIZE
+    assert jnp.isnan(comm.pmax(jnp.where(RANK == 0, jnp.nan, jnp.ones(2)))).all()
+    none = jnp.zeros((0,))
+    assert comm.psum(none).shape == comm.pmax(none.astype(jnp.int32)).shape == (0,)
 
 
-def main(out: str) -> None:
-    outcome, times = {}, {}
-    rows = [row for row in ROWS if row.gpus is None or SIZE in row.gpus]
-    for i, row in enumerate(rows):
-        t0=time.time()
-        try:
-            steps = WORLD.gather(run(row), root=i % SIZE)
-        except ValueError:
-            outcome[str(row)] = traceback.format_exc()
-            continue
-        t1=time.time()
-        if steps:
+def check_order():
+    """Messages go in the order of the trace: in loops, in branches, and where nothing depends on anything."""
+    comm = jsparse.MpiComm()
+    around = [(rank, (rank + 1) % SIZE) for rank in range(SIZE)]
+
+    @jax.jit
+    def program(x, turn):
+        # Of one shape, so that MPI would not notice if they changed places.
+        parts = [comm.all_gather(x + 1), comm.ppermute(x + 2, around), comm.all_gather(x + 3)]
+        comm.all_gather(x + 4)
+        branch = comm.switch(turn, [lambda: comm.ppermute(x + 5, around), lambda: comm.all_gather(x + 6)[0]])
+        looped = comm.repeat(5, lambda i, a: comm.psum(a + i), x.astype(jnp.int32))
+        one = comm.repeat(3, lambda i, a: lax.cond(turn > 0, comm.pmax, lambda a: a + 1, a), x)
+        return parts, branch, looped, one
+
+    x, left = jnp.full(3, float(RANK)), (RANK - 1) % SIZE
+    for turn in (0, 1, 0):
+        parts, branch, looped, one = program(x, jnp.int32(turn))
+        ranks = np.repeat(np.arange(SIZE, dtype=np.float32)[:, None], 3, axis=1)
+        np.testing.assert_array_equal(parts[0], ranks + 1)
+        np.testing.assert_array_equal(parts[1], np.full(3, left + 2))
+        np.testing.assert_array_equal(parts[2], ranks + 3)
+        np.testing.assert_array_equal(branch, np.full(3, 6 if turn else left + 5))
+        np.testing.assert_array_equal(one, np.full(3, SIZE - 1 if turn else RANK + 3))
+        expected = np.arange(SIZE)
+        for i in range(5):
+            expected = np.full(SIZE, np.sum(expected + i))
+        np.testing.assert_array_equal(looped, np.full(3, expected[0]))
+
+
+def check_traffic():
+    """It is the axis's: the same bytes, where floats are not summed the same messages, and what a step says it sent."""
+    grads = transports.zeros()
+    for name, make in {
+        "oktopk": lambda comm: jsparse.oktopk(comm, density=DENSITY),
+        "gtopk": lambda comm: jsparse.gtopk(comm, density=DENSITY),
+        "topk_allgather": lambda comm: jsparse.topk_allgather(comm, density=DENSITY),
+        "ssar": lambda comm: jsparse.ssar_split_allgather(comm, density=DENSITY),
+        "parameter_server": jsparse.parameter_server,
+    }.items():
+        traced = []
+        for comm in (jsparse.MpiComm(), "workers"):
+            tx = make(comm)
+            sizes = {"workers": SIZE} if comm == "workers" else None
+            traced.append(jsparse.traffic(lambda g, tx=tx: tx.update(g, tx.init(g)), grads, axis_sizes=sizes))
+        here, there = traced
+        assert (here.cost, here.least) == (there.cost, there.least), f"{name}\n{here}\n{there}"
+        assert "over world" in str(here)
+    # A sum of floats is composed: as many bytes, but for rounding up, in other messages.
+    here = jsparse.traffic(jsparse.MpiComm().psum, jnp.ones(60_000))
+    assert [part.name for part in here.parts] == ["all_to_all", "all_gather"]
+    assert here.bytes == jsparse.traffic(lambda x: lax.psum(x, "p"), jnp.ones(60_000), axis_sizes={"p": SIZE}).bytes
+    assert [part.name for part in jsparse.traffic(jsparse.MpiComm().pmax, jnp.arange(3)).parts] == ["pmax"]
+
+
+def check_a2sgd():
+    """A transformation after which replicas differ equals that along an axis."""
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((SIZE, transports.N)).astype(np.float32)
+    tx, along = jsparse.a2sgd(jsparse.MpiComm()), jsparse.a2sgd("workers")
+    grads = transports.tree(gradients)
+    mine = jax.tree.map(lambda x: x[RANK], grads)
+    updates, state = jax.jit(tx.update)(mine, tx.init(mine))
+    step = jax.vmap(lambda g: along.update(g, along.init(g)), axis_name="workers")
+    expected, theirs = jax.tree.map(lambda x: x[RANK], jax.jit(step)(grads))
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    np.testing.assert_array_equal(state.step, theirs.step)
+
+
+CHECKS = [check_types, check_order, check_traffic, check_a2sgd]
+
+
+def outcome(names: list[str]) -> dict[str, Any]:
+    """Of each row and check: this process's steps, or a traceback."""
+    found: dict[str, Any] = {}
+    ready = {}
+    for row in ROWS:
+        if str(row) in names:
             try:
-                compare(row, steps)
-                outcome[str(row)] = ""
+                ready[row] = prepare(row)
             except Exception:
-                outcome[str(row)] = traceback.format_exc()
-        print(RANK, row, round(t1-t0,2), round(time.time()-t1,2), outcome.get(str(row), "")[-500:], flush=True)
-    everyone = WORLD.gather(outcome)
-    if everyone:
-        pathlib.Path(out).write_text(json.dumps({name: text for one in everyone for name, text in one.items()}))
+                found[str(row)] = traceback.format_exc()
+    for row, (state, update) in ready.items():
+        print(f"{row}, on rank {RANK}", flush=True)
+        found[str(row)] = run(row, state, update)
+    for check in CHECKS:
+        print(f"{check.__name__}, on rank {RANK}", flush=True)
+        try:
+            check()
+            found[check.__name__] = ""
+        except AssertionError:
+            found[check.__name__] = traceback.format_exc()
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    everyone = WORLD.gather(outcome(sys.argv[2:]))
+    if everyone:
+        pathlib.Path(sys.argv[1]).write_bytes(pickle.dumps(everyone))
