@@ -59,7 +59,7 @@ class MpiComm:
       Häfner and Vicentini, mpi4jax: Zero-copy MPI communication of JAX arrays, JOSS 2021.
     """
 
-    communicator: Any = None
+    communicator: Any = dataclasses.field(default=None, hash=False)  # mpi4py's have no hash.
 
     def __post_init__(self):
         mpi4jax()

@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._comm import AxisComm, CommLike, as_comm
+from ._comm import AxisComm, Comm, CommLike, as_comm
 from ._per_worker import per_worker
-from ._state import AxisName, check_axis, init, state_specs
+from ._state import AxisName, check_axis, init, of_processes, state_specs
 from ._train_state import TrainState, averaging, mean, number_of_workers
 
 
@@ -135,8 +136,8 @@ class TrainStep:
 def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
-    mesh: Mesh,
-    axis: AxisName,
+    mesh: Mesh | None,
+    axis: AxisName | Comm,
     *,
     has_aux: bool = False,
     micro_batches: int = 1,
@@ -152,9 +153,11 @@ def train_step(
         where they are asked for below. It returns the loss; with ``has_aux``, ``(loss, aux)``; with ``model_state``,
         ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
       tx: an optax chain that holds one of our transformations; for parameters per worker, any.
-      mesh: the devices.
+      mesh: the devices; None where each process is one worker, with arrays of its own.
       axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it; parameters are
-        replicated over the whole mesh, unless each worker has its own.
+        replicated over the whole mesh, unless each worker has its own. Without a mesh a :class:`Comm` of all workers,
+        such as :class:`MpiComm`: a batch is then this process's share, and what has a leading axis of P, below, has
+        one of 1.
       has_aux: whether ``loss_fn`` returns metrics beside the loss: numbers, which are averaged.
       micro_batches: how many parts each worker's share of a batch is computed in, one after the other, with one
         synchronisation for all.
@@ -167,14 +170,15 @@ def train_step(
         itself (``"per_worker"``: leaves have a leading axis of P; random keys among them are made different). A key in
         a state that is averaged is the same on all workers: take ``with_key`` for dropout.
       with_key: whether ``loss_fn`` takes a random key.
-      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is.
+      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is. Without a
+        mesh nothing can see it.
 
     Returns:
       The step.
 
     Raises:
-      ValueError: the mesh lacks the axis, ``micro_batches`` is not positive; from ``init``: ``tx`` does not
-        synchronise, and parameters are replicated.
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; ``micro_batches`` is not positive; from
+        ``init``: ``tx`` does not synchronise, and parameters are replicated; or processes begin with different ones.
 
     Example::
 
@@ -184,7 +188,7 @@ def train_step(
       for batch in batches:
           state, loss = step(state, batch)
     """
-    check_axis(mesh, axis)
+    ground = _Process(of_processes(axis)) if mesh is None else _OnMesh(mesh, check_axis(mesh, axis), check_vma)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; it is how many parts a batch has, at least 1")
     if params not in ("replicated", "per_worker"):
@@ -193,13 +197,10 @@ def train_step(
         raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
     differ = params == "per_worker"
     tx = per_worker(tx) if differ else tx
-    comm = AxisComm(axis)
+    comm = ground.comm
     update = optax.with_extra_args_support(tx).update
-    workers = number_of_workers(mesh, axis)
-    whole, parted = PartitionSpec(), PartitionSpec(axis)
-
     uniform = _uniform(loss_fn, has_aux=has_aux, has_model_state=model_state is not None, with_key=with_key)
-    value_and_grad = local_value_and_grad(uniform, axis, has_aux=True)
+    value_and_grad = local_value_and_grad(uniform, comm, has_aux=True)
 
     def micro_step(params, kept, part, key, number):
         if with_key:
@@ -243,20 +244,12 @@ def train_step(
             params = jax.tree.map(lambda x: comm.varying(x)[None], params)
         return TrainState(params, opt_state, kept), report
 
-    def spec(opt_state):
-        return TrainState(
-            parted if differ else whole, state_specs(opt_state, axis), parted if model_state == "per_worker" else whole
-        )
+    # Which parts of the state have a leading axis for the workers; the optimizer's tells itself.
+    stacked = TrainState(differ, None, model_state == "per_worker")
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state, batch, key):
-        specs = spec(state.opt_state)
-        step = jax.shard_map(
-            local_step, mesh=mesh, in_specs=(specs, parted, whole), out_specs=(specs, whole), check_vma=check_vma
-        )
-        if AxisType.Explicit in mesh.axis_types:
-            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, parted)), batch)
-        state, (value, aux) = step(state, batch, key)
+        state, (value, aux) = ground.run(local_step, stacked, state, batch, key)
         return state, (value, aux) if has_aux else value
 
     def place(params, kept):
@@ -268,15 +261,65 @@ def train_step(
         params, kept = jax.tree.map(_strong_copy, (params, kept))
         opt_state = init(tx, params, mesh, axis, per_worker=differ)
         if differ:
-            params = jax.tree.map(functools.partial(_for_each, workers), params)
+            params = jax.tree.map(functools.partial(_for_each, ground.ranks), params)
         if model_state == "per_worker":
-            kept = jax.tree.map(functools.partial(_for_each, workers), kept)
-        state = TrainState(params, (), kept)
-        placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), spec(())))
-        return placed._replace(opt_state=opt_state)
+            kept = jax.tree.map(functools.partial(_for_each, ground.ranks), kept)
+        return ground.place(stacked, TrainState(params, opt_state, kept))
 
     sync = averaging(mesh, axis, True) if differ else None
-    return TrainStep(run, place, sync, workers * micro_batches, with_key)
+    return TrainStep(run, place, sync, len(ground.ranks) * micro_batches, with_key)
+
+
+class _OnMesh:
+    """Workers along axes of a mesh, in one program."""
+
+    def __init__(self, mesh: Mesh, axis: AxisName, check_vma: bool):
+        self._mesh, self._axis, self._check_vma = mesh, axis, check_vma
+        self.comm, self.ranks = AxisComm(axis), np.arange(number_of_workers(mesh, axis))
+
+    def run(self, local_step, stacked, state, batch, key):
+        whole, parted, specs = PartitionSpec(), PartitionSpec(self._axis), self._specs(stacked, state.opt_state)
+        step = jax.shard_map(
+            local_step,
+            mesh=self._mesh,
+            in_specs=(specs, parted, whole),
+            out_specs=(specs, whole),
+            check_vma=self._check_vma,
+        )
+        if AxisType.Explicit in self._mesh.axis_types:
+            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(self._mesh, parted)), batch)
+        return step(state, batch, key)
+
+    def place(self, stacked: TrainState, state: TrainState) -> TrainState:
+        """The state on its devices, where the optimizer's is already."""
+        specs = self._specs(stacked, ())
+        placed = jax.device_put(
+            state._replace(opt_state=()), jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+        )
+        return placed._replace(opt_state=state.opt_state)
+
+    def _specs(self, stacked: TrainState, opt_state: Any) -> TrainState:
+        params, kept = (PartitionSpec(self._axis) if by else PartitionSpec() for by in (stacked[0], stacked[2]))
+        return TrainState(params, state_specs(opt_state, self._axis), kept)
+
+
+class _Process:
+    """One worker, this process, which has its own arrays; the others run the same program."""
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+
+    @property
+    def ranks(self) -> jax.Array:
+        return self.comm.rank()[None]
+
+    def run(self, local_step, stacked, state, batch, key):
+        del stacked
+        return local_step(state, batch, key)
+
+    def place(self, stacked: TrainState, state: TrainState) -> TrainState:
+        del stacked
+        return state
 
 
 def _uniform(
@@ -304,10 +347,10 @@ def _strong_copy(x: Any) -> jax.Array:
     return jnp.copy(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.array(x, x.dtype)
 
 
-def _for_each(workers: int, x: jax.Array) -> jax.Array:
-    """A copy for each worker, stacked; of a random key, a different one for each."""
+def _for_each(ranks: np.ndarray | jax.Array, x: jax.Array) -> jax.Array:
+    """A copy for each of these workers, stacked; of a random key, a different one for each."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.vmap(
             lambda rank: jax.vmap(lambda key: jax.random.fold_in(key, rank))(x.reshape(-1)).reshape(x.shape)
-        )(jnp.arange(workers))
-    return jnp.broadcast_to(x, (workers, *x.shape))
+        )(jnp.asarray(ranks))
+    return jnp.broadcast_to(x, (len(ranks), *x.shape))
