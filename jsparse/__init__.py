@@ -6,6 +6,7 @@ from ._comm import AxisComm, Comm
 from ._dense_presets import a2sgd, dense, parameter_server, qsgd, quantized, torus
 from ._error_feedback import ErrorFeedback
 from ._files import from_file
+from ._mpi import MpiComm
 from ._parts import in_parts, map_in_parts
 from ._per_worker import PerWorkerState, ShardedState, per_worker
 from ._phases import phases
@@ -38,6 +39,7 @@ __all__ = [
     "AxisComm",
     "Comm",
     "ErrorFeedback",
+    "MpiComm",
     "PerWorkerState",
     "ShardedState",
     "SparseAllReduce",

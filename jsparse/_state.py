@@ -1,6 +1,7 @@
 """Optimizer states that hold something for each worker: making, placing and reading them."""
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import varying_axes
 
-from ._comm import AxisComm
+from ._comm import AxisComm, Comm, CommLike, as_comm
 from ._per_worker import PerWorkerState, ShardedState
 from ._processes import is_global, replicate
 from ._synchronise import SparseAllReduceState
@@ -23,7 +24,12 @@ AxisName = str | tuple[str, ...]
 
 
 def init(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, axis: AxisName, *, per_worker: bool = False
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh | None,
+    axis: AxisName | Comm,
+    *,
+    per_worker: bool = False,
 ) -> optax.OptState:
     """Initialises a chain's state outside ``shard_map``, each worker's part on its own devices.
 
@@ -31,20 +37,23 @@ def init(
       tx: the chain.
       params: its parameters, for all workers alike at the beginning (where there are several processes, in each the
         same; or global arrays).
-      mesh: the devices.
-      axis: the mesh axis, or axes, along which the workers stand.
+      mesh: the devices; None where each process is one worker, with arrays of its own.
+      axis: the mesh axis, or axes, along which the workers stand; without a mesh a :class:`Comm` of all of them, such
+        as :class:`MpiComm`. All processes must call it then, and what types would tell is not checked.
       per_worker: whether each worker is to have parameters of its own, so that updates may differ. Wrap the whole chain
         in :func:`jsparse.per_worker` then.
 
     Returns:
-      The state as global arrays, placed as :func:`state_specs` says.
+      The state as global arrays, placed as :func:`state_specs` says; without a mesh ``tx.init(params)``.
 
     Raises:
-      ValueError: the mesh lacks the axis; several processes have different parameters; or the chain would let replicas
-        drift apart: a state that differs between workers is not in :func:`jsparse.per_worker`, or, without
-        ``per_worker``, an update is not alike on all of them.
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; several processes have different parameters;
+        or the chain would let replicas drift apart: a state that differs between workers is not in
+        :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike on all of them.
     """
-    check_axis(mesh, axis)
+    if mesh is None:
+        return _init_here(tx, params, of_processes(axis), per_worker)
+    axis = check_axis(mesh, axis)
     everywhere = PartitionSpec()
     specs: Any = None
 
@@ -58,6 +67,29 @@ def init(
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
     make = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=everywhere, out_specs=specs))
     return make(replicate(params, mesh))
+
+
+def _init_here(tx: optax.GradientTransformation, params: optax.Params, comm: Comm, per_worker: bool) -> optax.OptState:
+    """The state of the one worker that this process is."""
+    state = tx.init(params)
+    _check_order(state)
+    if not per_worker and not _holds(state, SparseAllReduceState):
+        raise ValueError(
+            "nothing in the chain communicates, and parameters would drift apart: put an all-reduce into it, such as "
+            'jsparse.dense(comm), or give each worker parameters of its own: train_step(..., params="per_worker")'
+        )
+    checksum = functools.reduce(lambda crc, leaf: zlib.crc32(_bytes(leaf), crc), jax.tree.leaves(params), 0)
+    everyone = np.asarray(comm.all_gather(jnp.uint32(checksum)))
+    if (everyone != checksum).any():
+        raise ValueError(
+            "the processes begin with different parameters: initialise them from the same random key, or the same file"
+        )
+    return state
+
+
+def _bytes(leaf: jax.Array) -> bytes:
+    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes()
 
 
 def _check_alike(
@@ -244,10 +276,24 @@ def find(opt_state: Any) -> SparseAllReduceState:
     return found[0]
 
 
-def check_axis(mesh: Mesh, axis: AxisName) -> None:
+def of_processes(axis: CommLike) -> Comm:
+    """The Comm of processes with arrays of their own."""
+    comm = as_comm(axis)
+    if isinstance(comm, AxisComm):
+        raise ValueError(f"axis is {comm.axis!r}, and mesh is None: pass a mesh, or a Comm such as jsparse.MpiComm()")
+    return comm
+
+
+def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
+    """The axis, which the mesh has."""
+    if not isinstance(axis, str | tuple):
+        raise ValueError(
+            f"axis is {axis!r}; with a mesh, name its axis, or a tuple of them; a Comm goes with mesh=None"
+        )
     missing = [name for name in ((axis,) if isinstance(axis, str) else axis) if name not in mesh.axis_names]
     if missing:
         raise ValueError(f"the mesh has axes {mesh.axis_names}, and not {missing[0]!r}: name one that it has")
+    return axis
 
 
 def _check_order(state: Any, per_worker: bool = False) -> None:

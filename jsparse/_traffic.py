@@ -9,6 +9,7 @@ import jax
 from jax.extend import core
 
 from ._ledger import Cost, collective_cost
+from ._mpi import mpi_collective
 
 # JAX's primitives, by the names of their functions in jax.lax.
 COLLECTIVES = {
@@ -33,7 +34,7 @@ class Collective:
     Attributes:
       name: as in ``jax.lax``.
       payload: type and shape of a worker's operand, such as ``int32[8,100]``.
-      axes: the axes over which it runs.
+      axes: the axes over which it runs; of an :class:`MpiComm` the communicator's name.
       times: how often the program runs it.
       cost: what a worker sends in it, all times together.
     """
@@ -143,15 +144,15 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
     parts: list[Collective | Branches] = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        if name in COLLECTIVES:
-            axes = _axes(params)
-            groups = params.get("axis_index_groups")
-            size = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
-            for operand in eqn.invars:
+        communicates = _collective(name, params, sizes)
+        if communicates:
+            collective, axes, size = communicates
+            # Of mpi4jax's sendrecv the second operand is the shape of what arrives.
+            for operand in eqn.invars[:1] if name == "sendrecv_mpi" else eqn.invars:
                 aval: Any = operand.aval
-                cost = collective_cost(COLLECTIVES[name], math.prod(aval.shape) * aval.dtype.itemsize, size)
+                cost = collective_cost(collective, math.prod(aval.shape) * aval.dtype.itemsize, size)
                 payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-                parts.append(Collective(COLLECTIVES[name], payload, axes, times, cost * times))
+                parts.append(Collective(collective, payload, axes, times, cost * times))
         elif name not in SILENT and any(axis in sizes for axis in _axes(params)):
             raise NotImplementedError(f"what {name!r} sends is not known; add it to COLLECTIVES in jsparse._traffic")
         elif name == "cond":
@@ -173,6 +174,16 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
                 )
             parts.extend(found)
     return parts
+
+
+def _collective(
+    primitive: str, params: Mapping[str, Any], sizes: Mapping[str, int]
+) -> tuple[str, tuple[str, ...], int] | None:
+    """The name of a primitive's collective, the axes over which it runs, and the workers along them."""
+    if primitive not in COLLECTIVES:
+        return mpi_collective(primitive, params)
+    axes, groups = _axes(params), params.get("axis_index_groups")
+    return COLLECTIVES[primitive], axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
 
 
 def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
     Args:
       params: inside ``shard_map``, ``pmap`` or ``vmap`` this worker's parameters; with ``mesh`` the global arrays, each
         with a leading axis of P, or the :class:`TrainState` of ``train_step(..., params="per_worker")``, whose
-        parameters are meant.
-      comm: the mesh axis, or axes, along which the workers stand; inside also a Comm.
+        parameters are meant; without a mesh, among processes, this worker's or its TrainState.
+      comm: the mesh axis, or axes, along which the workers stand; without ``mesh`` also a Comm.
       mesh: the devices, to call it from outside, jitted.
 
     Returns:
@@ -62,6 +62,8 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
     """
     if isinstance(params, TrainState):
         params = params.params
+        if mesh is None and not isinstance(as_comm(comm), AxisComm):
+            return averaging(None, as_comm(comm), False)(params)
     if mesh is None:
         return mean(as_comm(comm), params)
     if not isinstance(comm, str | tuple):
@@ -78,15 +80,18 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
 
 
 @functools.cache
-def averaging(mesh: Mesh, axis: AxisName, stacked: bool) -> Callable[[Any], Any]:
+def averaging(mesh: Mesh | None, axis: AxisName | Comm, stacked: bool) -> Callable[[Any], Any]:
     """The mean of what workers have, jitted: once; or stacked, for each of them, and the old ones donated."""
-    comm, parted = AxisComm(axis), PartitionSpec(axis)
+    comm = as_comm(axis)
 
     def local(tree):
         means = mean(comm, jax.tree.map(lambda x: x[0], tree))
         return jax.tree.map(lambda x: comm.varying(x)[None], means) if stacked else means
 
-    average = jax.shard_map(local, mesh=mesh, in_specs=parted, out_specs=parted if stacked else PartitionSpec())
+    average = local
+    if mesh is not None:
+        parted = PartitionSpec(axis)
+        average = jax.shard_map(local, mesh=mesh, in_specs=parted, out_specs=parted if stacked else PartitionSpec())
     return jax.jit(average, donate_argnums=0 if stacked else ())
 
 

@@ -10,10 +10,10 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._comm import AxisComm, CommLike, as_comm
+from ._comm import AxisComm, Comm, CommLike, as_comm
 from ._per_worker import per_worker
 from ._processes import from_shares, is_share, local_workers, replicate
-from ._state import AxisName, check_axis, init, state_specs
+from ._state import AxisName, check_axis, init, of_processes, state_specs
 from ._train_state import TrainState, averaging, mean, number_of_workers
 
 
@@ -59,13 +59,12 @@ class TrainStep:
         run: Callable[..., Any],
         place: Callable[..., TrainState],
         sync: Callable[[Any], Any] | None,
-        sharding: NamedSharding,
-        workers: int,
+        ground: "_OnMesh | _Process",
         micro_batches: int,
         with_key: bool,
     ):
         self._run, self._place, self._sync, self._with_key = run, place, sync, with_key
-        self._sharding, self._workers, self._micro_batches = sharding, workers, micro_batches
+        self._ground, self._micro_batches = ground, micro_batches
 
     def init(self, params: Any, model_state: Any = None) -> TrainState:
         """Makes the state before the first step, each worker's part on its own devices.
@@ -132,9 +131,7 @@ class TrainStep:
     def _whole(self, batch: Any, key: jax.Array | None) -> Any:
         """The batch of all processes; refused if it can't be divided, or if a key is missing or too much."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape, whose, workers = jnp.shape(leaf), "", self._workers
-            if is_share(leaf, self._sharding):
-                whose, workers = "this process's ", local_workers(self._sharding, workers)
+            shape, (workers, whose) = jnp.shape(leaf), self._ground.sharers(leaf)
             parts = workers * self._micro_batches
             if not shape or not shape[0] or shape[0] % parts:
                 raise ValueError(
@@ -146,14 +143,14 @@ class TrainStep:
                 "pass a random key to the step if and only if train_step was given with_key=True, "
                 "and loss_fn takes it as the keyword argument key"
             )
-        return from_shares(batch, self._sharding)
+        return self._ground.whole(batch)
 
 
 def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
-    mesh: Mesh,
-    axis: AxisName,
+    mesh: Mesh | None,
+    axis: AxisName | Comm,
     *,
     has_aux: bool = False,
     micro_batches: int = 1,
@@ -169,9 +166,11 @@ def train_step(
         where they are asked for below. It returns the loss; with ``has_aux``, ``(loss, aux)``; with ``model_state``,
         ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
       tx: an optax chain that holds one of our transformations; for parameters per worker, any.
-      mesh: the devices.
+      mesh: the devices; None where each process is one worker, with arrays of its own.
       axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it; parameters are
-        replicated over the whole mesh, unless each worker has its own.
+        replicated over the whole mesh, unless each worker has its own. Without a mesh a :class:`Comm` of all workers,
+        such as :class:`MpiComm`: a batch is then this process's share, and what has a leading axis of P, below, has
+        one of 1.
       has_aux: whether ``loss_fn`` returns metrics beside the loss: numbers, which are averaged.
       micro_batches: how many parts each worker's share of a batch is computed in, one after the other, with one
         synchronisation for all.
@@ -184,14 +183,15 @@ def train_step(
         itself (``"per_worker"``: leaves have a leading axis of P; random keys among them are made different). A key in
         a state that is averaged is the same on all workers: take ``with_key`` for dropout.
       with_key: whether ``loss_fn`` takes a random key.
-      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is.
+      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is. Without a
+        mesh nothing can see it.
 
     Returns:
       The step.
 
     Raises:
-      ValueError: the mesh lacks the axis, ``micro_batches`` is not positive; from ``init``: ``tx`` does not
-        synchronise, and parameters are replicated.
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; ``micro_batches`` is not positive; from
+        ``init``: ``tx`` does not synchronise, and parameters are replicated; or processes begin with different ones.
 
     Example::
 
@@ -201,7 +201,7 @@ def train_step(
       for batch in batches:
           state, loss = step(state, batch)
     """
-    check_axis(mesh, axis)
+    ground = _Process(of_processes(axis)) if mesh is None else _OnMesh(mesh, check_axis(mesh, axis), check_vma)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; it is how many parts a batch has, at least 1")
     if params not in ("replicated", "per_worker"):
@@ -210,14 +210,10 @@ def train_step(
         raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
     differ = params == "per_worker"
     tx = per_worker(tx) if differ else tx
-    comm = AxisComm(axis)
+    comm = ground.comm
     update = optax.with_extra_args_support(tx).update
-    workers = number_of_workers(mesh, axis)
-    whole, parted = PartitionSpec(), PartitionSpec(axis)
-    sharding = NamedSharding(mesh, parted)
-
     uniform = _uniform(loss_fn, has_aux=has_aux, has_model_state=model_state is not None, with_key=with_key)
-    value_and_grad = local_value_and_grad(uniform, axis, has_aux=True)
+    value_and_grad = local_value_and_grad(uniform, comm, has_aux=True)
 
     def micro_step(params, kept, part, key, number):
         if with_key:
@@ -261,20 +257,12 @@ def train_step(
             params = jax.tree.map(lambda x: comm.varying(x)[None], params)
         return TrainState(params, opt_state, kept), report
 
-    def spec(opt_state):
-        return TrainState(
-            parted if differ else whole, state_specs(opt_state, axis), parted if model_state == "per_worker" else whole
-        )
+    # Which parts of the state have a leading axis for the workers; the optimizer's tells itself.
+    stacked = TrainState(differ, None, model_state == "per_worker")
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state, batch, key):
-        specs = spec(state.opt_state)
-        step = jax.shard_map(
-            local_step, mesh=mesh, in_specs=(specs, parted, whole), out_specs=(specs, whole), check_vma=check_vma
-        )
-        if AxisType.Explicit in mesh.axis_types:
-            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), batch)
-        state, (value, aux) = step(state, batch, key)
+        state, (value, aux) = ground.run(local_step, stacked, state, batch, key)
         return state, (value, aux) if has_aux else value
 
     def place(params, kept):
@@ -283,18 +271,83 @@ def train_step(
                 f"train_step was given model_state={model_state!r}, and init {'no' if kept is None else 'a'} model "
                 "state: say what becomes of one, or leave it out in both places"
             )
-        params, kept = replicate(jax.tree.map(_strong_copy, (params, kept)), mesh)
+        params, kept = ground.replicate(jax.tree.map(_strong_copy, (params, kept)))
         opt_state = init(tx, params, mesh, axis, per_worker=differ)
-        return TrainState(
-            each(params) if differ else params, opt_state, each(kept) if model_state == "per_worker" else kept
-        )
-
-    @functools.partial(jax.jit, out_shardings=sharding)
-    def each(tree):
-        return jax.tree.map(functools.partial(_for_each, workers), tree)
+        if differ:
+            params = ground.for_each(params)
+        if model_state == "per_worker":
+            kept = ground.for_each(kept)
+        return TrainState(params, opt_state, kept)
 
     sync = averaging(mesh, axis, True) if differ else None
-    return TrainStep(run, place, sync, sharding, workers, micro_batches, with_key)
+    return TrainStep(run, place, sync, ground, micro_batches, with_key)
+
+
+class _OnMesh:
+    """Workers along axes of a mesh, in one program; in several processes, which each have some of its devices."""
+
+    def __init__(self, mesh: Mesh, axis: AxisName, check_vma: bool):
+        self._mesh, self._axis, self._check_vma = mesh, axis, check_vma
+        self.comm, self._workers = AxisComm(axis), number_of_workers(mesh, axis)
+        self._sharding = NamedSharding(mesh, PartitionSpec(axis))
+
+    def run(self, local_step, stacked, state, batch, key):
+        whole, parted = PartitionSpec(), PartitionSpec(self._axis)
+        params, kept = (parted if by else whole for by in (stacked.params, stacked.model_state))
+        specs = TrainState(params, state_specs(state.opt_state, self._axis), kept)
+        step = jax.shard_map(
+            local_step,
+            mesh=self._mesh,
+            in_specs=(specs, parted, whole),
+            out_specs=(specs, whole),
+            check_vma=self._check_vma,
+        )
+        if AxisType.Explicit in self._mesh.axis_types:
+            batch = jax.tree.map(lambda x: jax.sharding.reshard(x, self._sharding), batch)
+        return step(state, batch, key)
+
+    def sharers(self, leaf: Any) -> tuple[int, str]:
+        """How many workers a leaf of a batch is divided among, and whose they are."""
+        if is_share(leaf, self._sharding):
+            return local_workers(self._sharding, self._workers), "this process's "
+        return self._workers, ""
+
+    def whole(self, batch: Any) -> Any:
+        """The batch of all processes."""
+        return from_shares(batch, self._sharding)
+
+    def replicate(self, tree: Any) -> Any:
+        """For all workers alike."""
+        return replicate(tree, self._mesh)
+
+    def for_each(self, tree: Any) -> Any:
+        """For each worker one of its own, along a leading axis."""
+        ranks = jnp.arange(self._workers)
+        return jax.jit(lambda tree: _for_each(ranks, tree), out_shardings=self._sharding)(tree)
+
+
+class _Process:
+    """One worker, this process, which has its own arrays; the others run the same program."""
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+
+    def run(self, local_step, stacked, state, batch, key):
+        del stacked
+        return local_step(state, batch, key)
+
+    def sharers(self, leaf: Any) -> tuple[int, str]:
+        del leaf
+        return 1, "this process's "
+
+    def whole(self, batch: Any) -> Any:
+        return batch
+
+    def replicate(self, tree: Any) -> Any:
+        return tree
+
+    def for_each(self, tree: Any) -> Any:
+        return _for_each(self.comm.rank()[None], tree)
 
 
 def _uniform(
@@ -322,10 +375,14 @@ def _strong_copy(x: Any) -> jax.Array:
     return jnp.copy(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.array(x, x.dtype)
 
 
-def _for_each(workers: int, x: jax.Array) -> jax.Array:
-    """A copy for each worker, stacked; of a random key, a different one for each."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.vmap(
-            lambda rank: jax.vmap(lambda key: jax.random.fold_in(key, rank))(x.reshape(-1)).reshape(x.shape)
-        )(jnp.arange(workers))
-    return jnp.broadcast_to(x, (workers, *x.shape))
+def _for_each(ranks: jax.Array, tree: Any) -> Any:
+    """Copies for these workers, stacked; of a random key, a different one for each."""
+
+    def copies(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.vmap(
+                lambda rank: jax.vmap(lambda key: jax.random.fold_in(key, rank))(x.reshape(-1)).reshape(x.shape)
+            )(ranks)
+        return jnp.broadcast_to(x, (len(ranks), *x.shape))
+
+    return jax.tree.map(copies, tree)

@@ -86,7 +86,7 @@ def oktopk_compact_bound(n: int, k: int, size: int) -> float:
 def wired(preset: Callable[..., jsparse.SparseAllReduce], values: Any, **kwargs: Any):
     """A preset on the compact wire, with these values."""
     return lambda axis, density: preset(
-        *([axis] if isinstance(axis, str) else axis), density=density, wire=jsparse.wire.Compact(values), **kwargs
+        *(axis if isinstance(axis, tuple) else [axis]), density=density, wire=jsparse.wire.Compact(values), **kwargs
     )
 
 

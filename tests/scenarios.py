@@ -103,3 +103,12 @@ def stream(name: str, size: int, steps: int, seed: int = 0) -> Iterator[np.ndarr
 
 def take(name: str, size: int, steps: int, seed: int = 0) -> list[np.ndarray]:
     return list(stream(name, size, steps, seed))
+
+
+def mixed(size: int, scale: int = 1) -> list[np.ndarray]:
+    """Some of each: whole numbers, a gradient that is not finite, and numbers that are rounded when they are summed."""
+    whole = [scale * gradient for gradient in take("ordinary", size, 3) + take("one_region", size, 2)]
+    spoilt = whole[0].copy()
+    spoilt[size // 2, 700] = np.nan
+    rng = np.random.default_rng(1)
+    return [*whole, spoilt, *(rng.standard_t(2, (size, N)).astype(np.float32) for _ in range(3))]

@@ -32,7 +32,7 @@ LAYERS = [
     },
     {"jsparse._sparse_vector"},
     {"jsparse._flatten", "jsparse._buckets"},
-    {"jsparse._comm"},
+    {"jsparse._comm", "jsparse._mpi"},
     {"jsparse._ledger"},
     {"jsparse._traffic"},
     {"jsparse.quantize"},

