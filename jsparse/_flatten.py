@@ -68,9 +68,14 @@ class Layout:
         # XLA:CPU updates a slice in place only where it reads the slice at the same index, and does not know that
         # index: with constant ones it runs over the whole vector for every leaf, a thousand times slower for all.
         zero = jnp.minimum(keep.astype(jnp.int32), 0)
-        for leaf, begin in zip(leaves, self.offsets, strict=False):
-            window = lax.dynamic_slice(vector, (begin + zero,), (leaf.size,))
-            window += jnp.where(keep, leaf.reshape(-1).astype(self.dtype), 0)
+        parts = [leaf.reshape(-1) for leaf in leaves]
+        if len(parts) == 1:
+            # A window over the whole vector would be the sum itself: XLA would form it again wherever it is read, and
+            # keep a copy of the old vector for that.
+            parts = jnp.split(parts[0], [parts[0].size // 2])
+        for part, begin in zip(parts, itertools.accumulate((part.size for part in parts), initial=0), strict=False):
+            window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))
+            window += jnp.where(keep, part.astype(self.dtype), 0)
             window = jnp.clip(window, -limit, limit)
             vector = lax.dynamic_update_slice(vector, window, (begin + zero,))
         return vector

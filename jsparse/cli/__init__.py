@@ -1,9 +1,9 @@
-"""The command line: ``jsparse plan``, ``jsparse tune``, ``jsparse bench select``, ``jsparse bench pto``."""
+"""The command line: ``jsparse plan``, ``jsparse tune``, ``jsparse network``, ``jsparse bench``."""
 
 import argparse
 from collections.abc import Sequence
 
-from . import bench_pto, bench_select, plan, tune
+from . import bench_network, bench_pto, bench_select, network, plan, tune
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -16,9 +16,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_parser(commands)
     tune.add_parser(commands)
+    network.add_parser(commands)
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
     bench_select.add_parser(bench)
     bench_pto.add_parser(bench)
+    bench_network.add_parser(bench)
     args = parser.parse_args(argv)
     try:
         args.run(args)

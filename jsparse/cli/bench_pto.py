@@ -7,7 +7,6 @@ without a network, so that this measures what a worker of a real cluster no long
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import pathlib
 import statistics
@@ -23,7 +22,6 @@ import optax
 import rich.console
 import rich.progress
 import rich.table
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm import AxisComm
@@ -31,6 +29,7 @@ from .._sharded import sharded
 from .._state import state_specs
 from .._traffic import traffic
 from .._trust_ratio import lars, sums_of_squares
+from ._alone import Alone
 from ._output import put_out, pyplot
 
 AXIS = "workers"
@@ -56,33 +55,6 @@ def resnet50(width: int = 64) -> list[tuple[int, ...]]:
                 shapes += convolution(1, inputs, 4 * inner)
             inputs = 4 * inner
     return [*shapes, (inputs, 1000), (1000,)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """Worker 0 of several without the others: it gathers its own."""
-
-    size: int
-    typed = False
-
-    def rank(self):
-        return jnp.int32(0)
-
-    def all_gather(self, x):
-        return jnp.broadcast_to(x, (self.size, *x.shape))
-
-    def all_to_all(self, x):
-        return x
-
-    def switch(self, index, branches, *, replicated=False):
-        # Not a constant, so that the branch is chosen as in a cluster.
-        return lax.switch(lax.optimization_barrier(index), branches)
-
-    def varying(self, tree):
-        return tree
-
-    def may_differ(self, x):
-        return True
 
 
 class Form(NamedTuple):
