@@ -1,9 +1,9 @@
-"""The command line: ``jsparse plan``, ``jsparse bench select``, ``jsparse bench pto``."""
+"""The command line: ``jsparse plan``, ``jsparse network``, ``jsparse bench``."""
 
 import argparse
 from collections.abc import Sequence
 
-from . import bench_pto, bench_select, plan
+from . import bench_pto, bench_select, network, plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_parser(commands)
+    network.add_parser(commands)
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
     bench_select.add_parser(bench)
     bench_pto.add_parser(bench)

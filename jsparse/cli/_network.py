@@ -1,0 +1,289 @@
+"""Hosts on one machine, joined by links of a given rate.
+
+A host is a process that holds namespaces: of network, mounts, names and processes. They have no name outside, so that
+the kernel takes everything down with that process: links, shaping, mounts and whatever still runs there. And that
+process ends when ours does, in whatever way: its input is a pipe from us, and the kernel kills it when its parent dies.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+INTERFACE = "eth0"
+JAX_PORT, TORCH_PORT = 12321, 12322
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+# Held once all of the namespaces are made; ends, and they with it, when its input does.
+HOLD = """set -e
+mount -t sysfs sysfs /sys 2>/dev/null || true
+for scope in all default; do echo 1 2>/dev/null >/proc/sys/net/ipv6/conf/$scope/disable_ipv6 || true; done
+{ echo "$JSPARSE_NAME" >/proc/sys/kernel/hostname; } 2>/dev/null || hostname "$JSPARSE_NAME"
+hosts=$(mktemp)
+echo "$JSPARSE_HOSTS" >"$hosts"
+mount --bind "$hosts" /etc/hosts
+rm "$hosts"
+echo ready
+exec cat"""
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+# Bytes that a link may send at once: a millisecond's, and at least what Linux hands over in one piece.
+LEAST_BURST = 2**16
+
+
+class Counters(NamedTuple):
+    """What a host's interface has counted: bytes, headers included."""
+
+    sent: int
+    received: int
+
+
+def bits_per_second(rate: str) -> float:
+    """Of a rate as ``tc`` writes it.
+
+    >>> bits_per_second("2.5gbit")
+    2500000000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
+    if not match or not float(match[1]):
+        raise ValueError(f"the rate is {rate!r}; write it like 100mbit or 2.5gbit")
+    return float(match[1]) * UNITS[match[2]]
+
+
+class Network:
+    """Hosts with a link each to one switch; a context manager.
+
+    Each host has its own network, with one interface, its own name and list of hosts, so that libraries that bind to
+    what their host's name resolves to find the right address, and its own process numbers. Files are those of this
+    machine. Nothing leads outside.
+
+    Args:
+      hosts: how many.
+      rate: of each link, in either direction, such as ``"1gbit"``.
+      latency: of each link, such as ``"500us"``, one way; None for what this machine takes.
+
+    Raises:
+      ValueError: not Linux, not root, a tool is missing, or the kernel cannot do it.
+    """
+
+    def __init__(self, hosts: int, rate: str, latency: str | None = None):
+        if not 1 <= hosts <= 250:
+            raise ValueError(f"there are to be {hosts} hosts; choose 1 to 250")
+        bits_per_second(rate)
+        if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
+            raise ValueError(f"the latency is {latency!r}; write it like 500us or 2ms")
+        check_able()
+        self.hosts, self._rate, self._latency = hosts, rate, latency
+        self._holders: list[subprocess.Popen[str]] = []
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "Network":
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all that runs on the hosts, and takes them down."""
+        for process in self._started:
+            _kill(process)
+        for holder in self._holders:
+            holder.kill()
+        for process in (*self._holders, *self._started):
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+        self._holders, self._started = [], []
+
+    def address(self, rank: int) -> str:
+        return f"10.0.0.{rank + 1}"
+
+    def name(self, rank: int) -> str:
+        return f"host{rank}"
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What tells a program which of how many it is and where the first one listens: for JAX, and for PyTorch."""
+        first = self.address(0)
+        return {
+            "JSPARSE_RANK": str(rank),
+            "JSPARSE_SIZE": str(self.hosts),
+            "JAX_COORDINATOR_ADDRESS": f"{first}:{JAX_PORT}",
+            "JAX_NUM_PROCESSES": str(self.hosts),
+            "JAX_PROCESS_ID": str(rank),
+            "MASTER_ADDR": first,
+            "MASTER_PORT": str(TORCH_PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.hosts),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+
+    def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a command on a host, in the current directory; with options of ``subprocess.Popen``."""
+        environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
+        # Entering the mounts leaves the current directory.
+        change = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
+        process = subprocess.Popen(
+            [*self._entering(rank), *change, *command], env=environment, text=True, start_new_session=True, **options
+        )
+        self._started.append(process)
+        return process
+
+    def counters(self, rank: int) -> Counters:
+        """What its interface has counted so far (``/sys/class/net/*/statistics``, from outside)."""
+        lines = pathlib.Path(f"/proc/{self._holders[rank].pid}/net/dev").read_text().splitlines()
+        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+        return Counters(sent=int(fields[8]), received=int(fields[0]))
+
+    def set_rate(self, rate: str) -> None:
+        """Changes the rate of all links."""
+        for rank in range(self.hosts):
+            self._shape(self._holders[rank], INTERFACE, rate, self._latency)
+            self._shape(self._holders[-1], f"port{rank}", rate)
+        self._rate = rate
+
+    def _make(self) -> None:
+        names = "\n".join(f"{self.address(rank)} {self.name(rank)}" for rank in range(self.hosts))
+        for name in [*map(self.name, range(self.hosts)), "switch"]:
+            self._holders.append(_hold(name, f"127.0.0.1 localhost\n{names}"))
+        for holder in self._holders:
+            assert holder.stdout
+            if holder.stdout.readline() != "ready\n":
+                assert holder.stderr
+                raise ValueError(f"this process may not make namespaces: {holder.stderr.read().strip() or 'it ended'}")
+        switch = self._holders[-1]
+        lines = ["link add name switch type bridge mcast_snooping 0", "link set switch up"]
+        for rank, holder in enumerate(self._holders[:-1]):
+            lines.append(f"link add name port{rank} type veth peer name {INTERFACE} netns {holder.pid}")
+            lines.append(f"link set port{rank} master switch up")
+        _configure(switch, "ip", lines)
+        for rank, holder in enumerate(self._holders[:-1]):
+            here = [
+                f"address add {self.address(rank)}/24 dev {INTERFACE}",
+                f"link set {INTERFACE} up",
+                "link set lo up",
+            ]
+            _configure(holder, "ip", here)
+        self.set_rate(self._rate)
+
+    def _shape(self, holder: "subprocess.Popen[str]", interface: str, rate: str, latency: str | None = None) -> None:
+        burst = max(LEAST_BURST, round(bits_per_second(rate) / 8 / 1000))
+        shape = f"tbf rate {rate} burst {burst} latency 200ms"
+        if latency is None:
+            _configure(holder, "tc", [f"qdisc replace dev {interface} root handle 1: {shape}"])
+            return
+        try:
+            delay = f"qdisc replace dev {interface} root handle 1: netem delay {latency} limit 1000000"
+            _configure(holder, "tc", [delay])
+        except ValueError as error:
+            raise ValueError(
+                f"this kernel cannot delay packets, which takes sch_netem; leave the latency out ({error})"
+            ) from None
+        _configure(holder, "tc", [f"qdisc replace dev {interface} parent 1:1 handle 10: {shape}"])
+
+    def _entering(self, rank: int) -> list[str]:
+        pid = self._holders[rank].pid
+        return ["nsenter", f"--target={pid}", "--net", "--mount", "--uts", f"--pid=/proc/{pid}/ns/pid_for_children"]
+
+
+def check_able() -> None:
+    """Refuses where hosts cannot be made, and says what they need."""
+    missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool, path=_path()) is None]
+    if not sys.platform.startswith("linux") or missing:
+        raise ValueError(f"hosts on one machine need Linux, and these tools: {', '.join(missing or TOOLS)}")
+    if os.geteuid() != 0:
+        raise ValueError(
+            "hosts on one machine need root, for namespaces of their own: run this under sudo, or, where the system "
+            "lets users make namespaces, under unshare --user --map-root-user"
+        )
+
+
+def run_everywhere(network: Network, command: Sequence[str]) -> list[int]:
+    """Runs a command on every host, and shows what each writes, its number before each line.
+
+    When one fails, the others, which may wait for it for ever, are ended.
+
+    Returns:
+      Exit statuses, as ``subprocess`` has them: negative for a signal.
+    """
+    lock = threading.Lock()
+
+    def show(rank: int, pipe: Any) -> None:
+        for line in pipe:
+            with lock:
+                print(f"[{rank}] {line.rstrip()}", flush=True)
+
+    processes = [
+        network.start(rank, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(network.hosts)
+    ]
+    readers = [
+        threading.Thread(target=show, args=(rank, process.stdout), daemon=True)
+        for rank, process in enumerate(processes)
+    ]
+    for reader in readers:
+        reader.start()
+    wait_for_all(processes)
+    for reader in readers:
+        # What still runs in the background has the pipe open.
+        reader.join(timeout=1)
+    return [process.returncode for process in processes]
+
+
+def wait_for_all(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    """Waits until all have ended; ends the others once one has failed."""
+    while None in [process.poll() for process in processes]:
+        if any(process.returncode for process in processes):
+            time.sleep(1)
+            for process in processes:
+                _kill(process)
+        time.sleep(0.02)
+
+
+def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
+    namespaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "sh", "-c", HOLD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PATH": _path(), "JSPARSE_NAME": name, "JSPARSE_HOSTS": hosts},
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _configure(holder: "subprocess.Popen[str]", tool: str, lines: Sequence[str]) -> None:
+    """Runs lines of ``ip`` or ``tc`` in a holder's network."""
+    done = subprocess.run(
+        ["nsenter", f"--net=/proc/{holder.pid}/ns/net", tool, "-batch", "-"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        env={"PATH": _path()},
+    )
+    if done.returncode:
+        raise ValueError(f"{tool} refused: {done.stderr.strip().splitlines()[0]}")
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _path() -> str:
+    """Where administrators' tools are, too: a plain user's path often leaves that out."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])

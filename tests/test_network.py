@@ -1,0 +1,227 @@
+"""Hosts on one machine: what a command finds there, what is counted, and that nothing stays behind."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jsparse import cli
+from jsparse.cli import _network
+from jsparse.cli._network import Network, bits_per_second, run_everywhere
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def able() -> bool:
+    try:
+        with Network(1, "1gbit"):
+            return True
+    except ValueError:
+        return False
+
+
+needs_network = pytest.mark.skipif(not able(), reason="needs Linux, root, iproute2 and util-linux")
+
+# Host 1 sends a number of bytes to host 0.
+SEND = """
+import os, socket, sys, time
+amount, first = int(sys.argv[1]), os.environ["MASTER_ADDR"]
+if os.environ["RANK"] == "0":
+    with socket.create_server((first, 5000)) as server, server.accept()[0] as link:
+        start, left = time.perf_counter(), amount
+        while left:
+            left -= len(link.recv(min(left, 2**20)))
+        print("seconds", time.perf_counter() - start)
+elif os.environ["RANK"] == "1":
+    while True:
+        try:
+            link = socket.create_connection((first, 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    link.sendall(bytes(amount))
+"""
+
+
+def running(marker: str) -> list[int]:
+    """The processes, anywhere on this machine, whose command line holds the marker."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (process / "cmdline").read_text() and int(process.name) != os.getpid():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def namespaces() -> set[str]:
+    """The networks in which some process lives."""
+    links = set()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            links.add(os.readlink(process / "ns/net"))
+        except OSError:
+            continue
+    return links
+
+
+def until(condition, seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@needs_network
+def test_a_command_finds_its_place(capsys):
+    with Network(3, "1gbit") as network:
+        show = "hostname; hostname -i; pwd; echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"
+        assert run_everywhere(network, ["sh", "-c", f"{show}; ls /sys/class/net | grep -v lo"]) == [0, 0, 0]
+    lines = capsys.readouterr().out.splitlines()
+    for rank in range(3):
+        assert [line.split(" ", 1)[1] for line in lines if line.startswith(f"[{rank}]")] == [
+            f"host{rank}",
+            f"10.0.0.{rank + 1}",
+            os.getcwd(),
+            f"{rank} of 3 at 10.0.0.1:12321",
+            "eth0",
+        ]
+
+
+@needs_network
+def test_links_have_their_rate_and_are_counted(capsys):
+    amount = 1_500_000
+    with Network(3, "1gbit") as network:
+        for rate, seconds in (("100mbit", 0.12), ("20mbit", 0.6)):
+            network.set_rate(rate)
+            before = [network.counters(rank) for rank in range(3)]
+            assert run_everywhere(network, [sys.executable, "-c", SEND, str(amount)]) == [0, 0, 0]
+            after = [network.counters(rank) for rank in range(3)]
+            sent = [b.sent - a.sent for a, b in zip(before, after, strict=True)]
+            received = [b.received - a.received for a, b in zip(before, after, strict=True)]
+            assert amount < sent[1] < 1.02 * amount
+            assert received[0] == sent[1]
+            assert sent[2] < 1000
+            assert sent[0] < 0.05 * amount
+            # What may go at once, at both ends, goes faster; a busy machine makes it slower.
+            took = float(capsys.readouterr().out.split()[-1])
+            assert 0.8 * seconds < took < 3 * seconds
+
+
+@needs_network
+def test_when_one_fails_the_others_end():
+    start = time.monotonic()
+    with Network(3, "1gbit") as network:
+        statuses = run_everywhere(network, ["sh", "-c", "test $RANK != 1 || exit 7; sleep 60"])
+        killed = run_everywhere(network, ["sh", "-c", "test $RANK != 2 || kill -9 $$; sleep 60"])
+    assert statuses == [-9, 7, -9]
+    assert killed == [-9, -9, -9]
+    assert time.monotonic() - start < 20
+
+
+@needs_network
+def test_an_exception_leaves_nothing():
+    before, marker = namespaces(), f"jsparse-{os.getpid()}-exception"
+    with pytest.raises(RuntimeError, match="wrong"), Network(2, "1gbit") as network:  # noqa: PT012
+        for rank in range(2):
+            # A daemon, which has left the process group and its parent.
+            network.start(rank, ["setsid", "--fork", "sh", "-c", "sleep 60 & sleep 60", marker])
+        assert until(lambda: len(running(marker)) == 2)
+        assert len(namespaces() - before) >= 3
+        holders = {os.readlink(f"/proc/{holder.pid}/ns/net") for holder in network._holders}
+        raise RuntimeError("wrong")
+    assert until(lambda: not running(marker))
+    assert until(lambda: not holders & namespaces())
+
+
+@needs_network
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_signal_to_the_tool_leaves_nothing(number: int, tmp_path):
+    marker = f"jsparse-{os.getpid()}-signal-{number}"
+    command = ["sh", "-c", f"readlink /proc/self/ns/net >{tmp_path}/$RANK; setsid sleep 60 & sleep 60", marker]
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jsparse import cli; cli.main()"
+    tool = subprocess.Popen(
+        [sys.executable, "-c", code, "network", "--hosts", "2", "--", *command], stderr=subprocess.DEVNULL
+    )
+    try:
+        # Of nsenter, which waits, and of the shell itself.
+        assert until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), 30)
+        assert until(lambda: all((tmp_path / str(rank)).read_text() for rank in range(2)))
+        assert running(marker)
+    finally:
+        tool.send_signal(number)
+        assert tool.wait(10) != 0
+    networks = {(tmp_path / str(rank)).read_text().strip() for rank in range(2)}
+    assert until(lambda: not running(marker))
+    assert until(lambda: not networks & namespaces())
+
+
+@needs_network
+def test_the_command(tmp_path, capsys):
+    figures = tmp_path / "x.json"
+    command = [sys.executable, "-c", SEND, "100000"]
+    cli.main(["network", "--hosts", "2", "--rate", "100mbit", "--json", str(figures), "--", *command])
+    out = capsys.readouterr()
+    assert "[0] seconds" in out.out
+    assert "MB sent" in out.err
+    results = json.loads(figures.read_text())
+    assert results["command"] == command
+    assert [host["status"] for host in results["hosts"]] == [0, 0]
+    assert results["hosts"][1]["sent_bytes"] > 100_000
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["network", "--hosts", "1", "--", "false"])
+    assert ended.value.code == 1
+
+
+@needs_network
+def test_what_the_system_refuses(monkeypatch):
+    with pytest.raises(ValueError, match=r"tbf|refused"), Network(1, "1gbit") as network:
+        network.set_rate("0.001bit")
+    monkeypatch.setattr(_network, "HOLD", "echo no >&2; exit 1")
+    with pytest.raises(ValueError, match="may not make namespaces: no"), Network(1, "1gbit"):
+        pass
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(_network.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(_network.shutil, "which", lambda tool, path: None if tool == "tc" else f"/sbin/{tool}")
+    with pytest.raises(ValueError, match=r"these tools: tc \(iproute2\)$"):
+        Network(2, "1gbit")
+    monkeypatch.setattr(_network.shutil, "which", lambda tool, path: f"/sbin/{tool}")
+    with pytest.raises(ValueError, match="need root"):
+        Network(2, "1gbit")
+    monkeypatch.setattr(_network.sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="need Linux"):
+        Network(2, "1gbit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no command"),
+        (["--rate", "fast", "--", "true"], "the rate is 'fast'; write it like"),
+        (["--rate", "0gbit", "--", "true"], "write it like"),
+        (["--latency", "5", "--", "true"], "the latency is '5'"),
+        (["--hosts", "0", "--", "true"], "there are to be 0 hosts"),
+        (["--hosts", "251", "--", "true"], "there are to be 251 hosts"),
+    ],
+)
+def test_wrong_options(arguments, message: str, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["network", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_rates():
+    assert bits_per_second("2.5gbit") == 2.5e9
+    assert bits_per_second("100mbit") == 1e8
+    assert bits_per_second("10Kbit") == 1e4
+    assert bits_per_second("7bit") == 7
