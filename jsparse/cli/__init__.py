@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from . import bench_pto, bench_select, network, plan
+from . import bench_network, bench_pto, bench_select, bench_train, network, plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
     bench_select.add_parser(bench)
     bench_pto.add_parser(bench)
+    bench_network.add_parser(bench)
+    bench_train.add_parser(bench)
     args = parser.parse_args(argv)
     try:
         args.run(args)

@@ -33,8 +33,8 @@ rm "$hosts"
 echo ready
 exec cat"""
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
-# Bytes that a link may send at once: a millisecond's, and at least what Linux hands over in one piece.
-LEAST_BURST = 2**16
+# Bytes that a link may send at once: a millisecond's, and at least a piece of 64 KiB as Linux hands it over.
+LEAST_BURST = 80_000
 
 
 class Counters(NamedTuple):
