@@ -29,9 +29,9 @@ import rich.table
 from flax import nnx
 
 import jsparse
-from examples import data
 from examples.train import ConvNet
 from jsparse import cost
+from jsparse.cli import images as data
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

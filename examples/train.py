@@ -22,8 +22,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jsparse
-from examples import cluster, data, report
+from examples import cluster, report
 from jsparse import quantize, select, wire
+from jsparse.cli import images as data
 
 
 def warm_up(density: float) -> jsparse.SparseAllReduce:

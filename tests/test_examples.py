@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import jsparse
-from examples import data, fill_in, train
+from examples import fill_in, train
 from jsparse import cli, cost
 from jsparse.cli import bench_pto
+from jsparse.cli import images as data
 
 DATA = os.environ.get("JSPARSE_DATA")
 

@@ -10,7 +10,8 @@ import rich.progress
 
 import jsparse
 import oracles
-from examples import data, train
+from examples import train
+from jsparse.cli import images as data
 from jsparse.select import (
     BucketedTopK,
     ChunkedTopK,

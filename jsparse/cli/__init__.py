@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from . import bench_network, bench_pto, bench_select, network, plan, tune
+from . import bench_network, bench_pto, bench_select, bench_train, network, plan, tune
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench_select.add_parser(bench)
     bench_pto.add_parser(bench)
     bench_network.add_parser(bench)
+    bench_train.add_parser(bench)
     args = parser.parse_args(argv)
     try:
         args.run(args)

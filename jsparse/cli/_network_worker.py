@@ -38,6 +38,20 @@ def main(text: str) -> None:
     jax.distributed.shutdown()
 
 
+def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], float]:
+    """The largest of what all workers of a mesh say, once all have."""
+    along = NamedSharding(mesh, PartitionSpec(axis))
+    largest = jax.jit(
+        jax.shard_map(lambda x: AxisComm(axis).pmax(x), mesh=mesh, in_specs=along.spec, out_specs=PartitionSpec())
+    )
+
+    def agree(number: float) -> float:
+        local = np.full(1, number, np.float32)
+        return float(largest(jax.make_array_from_process_local_data(along, local)).addressable_data(0)[0])
+
+    return agree
+
+
 class Worker:
     """One of several.
 
@@ -53,17 +67,7 @@ class Worker:
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
         self._own = gradients(job.size, rank)
         self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in self._own]
-        largest = jax.jit(
-            jax.shard_map(
-                lambda x: AxisComm(AXES).pmax(x), mesh=self._mesh, in_specs=along.spec, out_specs=PartitionSpec()
-            )
-        )
-
-        def agree(number: float) -> float:
-            local = np.full(1, number, np.float32)
-            return float(largest(jax.make_array_from_process_local_data(along, local)).addressable_data(0)[0])
-
-        self.meter = Meter(agree)
+        self.meter = Meter(agreement(self._mesh, AXES))
 
     def measure(self, form: Form) -> None:
         """Measures one form at every rate, and tells of it."""

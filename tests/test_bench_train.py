@@ -1,0 +1,100 @@
+"""``jsparse bench train``: nets that train over slow links."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from test_network import needs_network
+
+from jsparse import cli
+from jsparse.cli import bench_train
+from jsparse.cli._nets import NETS
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size"), [("dense", (28, 28, 1), 20_037_642), ("vgg16", (32, 32, 3), 14_719_818)]
+)
+def test_nets(name: str, shape: tuple[int, ...], size: int):
+    """The thesis's for MNIST: 784, 4,096, 4,096 and 10 units. VGG-16: thirteen convolutions and a dense layer."""
+    net = nnx.eval_shape(lambda: NETS[name](shape, 4096, nnx.Rngs(0)))
+    params = jax.tree.leaves(nnx.state(net, nnx.Param))
+    assert sum(int(np.prod(leaf.shape)) for leaf in params) == size
+    assert nnx.eval_shape(lambda net, x: net(x), net, jax.ShapeDtypeStruct((2, *shape), np.float32)).shape == (2, 10)
+
+
+def told(name: str, step: list[float], accuracy: list[float], **parts: list[float]) -> dict:
+    return {
+        "name": name,
+        "rate": "1gbit",
+        "parameters": 100,
+        "step_ms": step,
+        "accuracy": accuracy,
+        "loss": [1.0] * len(step),
+        "sent_bytes": 5.0,
+        "received_bytes": 5.0,
+        "stated_bytes": 4.0,
+        **{f"{part}_ms": times for part, times in parts.items()},
+    }
+
+
+def test_figures(tmp_path, capsys):
+    """A step takes as long as on the slowest host; what is neither computation nor selection is communication."""
+    dense = bench_train.combine(
+        (
+            told("dense", [10.0, 30.0, 20.0], [0.5, 0.9], computation=[4.0]),
+            told("dense", [20.0, 20.0, 20.0], [0.5, 0.9], computation=[5.0]),
+        )
+    )
+    assert dense["step_ms"] == [20.0, 30.0, 20.0]
+    assert (dense["median_ms"], dense["seconds"]) == (20.0, 0.07)
+    assert (dense["computation_ms"], dense["selection_ms"], dense["communication_ms"]) == (5.0, 0.0, 15.0)
+    sparse = bench_train.combine((told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0]),))
+    assert (sparse["selection_ms"], sparse["communication_ms"]) == (3.0, 0.0)
+    assert bench_train.reached(dense, 0.9)
+    assert not bench_train.reached(sparse, 0.9)
+    assert not bench_train.reached(dense, None)
+    figures = {"target": 0.9, "net": "dense", "data": "digits", "hosts": 2, "density": 0.01, "every": 2}
+    figures |= {"rates": ["1gbit"], "runs": [dense, sparse]}
+    bench_train.show(figures)
+    assert "4.00 x" in capsys.readouterr().out
+    bench_train.draw(figures, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "1"], "--hosts is 1"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--form", "magic"], "--form is 'magic'; choose from dense"),
+        (["--rate", "fast"], "write it like 100mbit"),
+        (["--net", "vgg16"], "--data cifar10 or random"),
+        (["--data", "mnist"], "--data-dir"),
+        (["--batch", "1000"], "more than the 1440 training images"),
+        (["--density", "2"], "density is 2"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "train", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@needs_network
+def test_it_trains(tmp_path, capsys, monkeypatch):
+    """Both forms learn, over two hosts; the interface counts what the step says that it sends, and its headers."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    options = ["--hosts", "2", "--rate", "100mbit", "--width", "100", "--steps", "40"]
+    options += ["--target", "0.8", "--form", "oktopk", "--density", "0.05"]
+    cli.main(["bench", "train", *options, "--json", str(tmp_path / "x.json")])
+    assert "oktopk" in capsys.readouterr().out
+    dense, sparse = json.loads((tmp_path / "x.json").read_text())["runs"]
+    for run in (dense, sparse):
+        assert run["loss"][-1] < 0.5 * run["loss"][0]
+        assert run["accuracy"][-1] > run["accuracy"][0]
+        assert run["stated_bytes"] < run["sent_bytes"] < 1.1 * run["stated_bytes"] + 5_000
+    assert dense["accuracy"][-1] >= 0.8
+    assert sparse["sent_bytes"] < dense["sent_bytes"] / 5
+    assert sparse["loss"][0] == pytest.approx(dense["loss"][0], rel=1e-5)  # The same parameters and batches.
