@@ -73,7 +73,8 @@ def fit(samples: Sequence[Sample]) -> Fit:
     if (best < 0).any():
         best = min((np.maximum(solved([i]), 0) for i in (0, 1)), key=lambda found: np.sum((rows @ found - 1) ** 2))
     error = float(np.sqrt(np.mean((rows @ best - 1) ** 2)))
-    return Fit(*(float(f"{figure:.6g}") for figure in best), float(f"{error:.3g}") if error > 1e-9 else 0.0)
+    alpha, beta = (float(f"{figure:.6g}") for figure in best)
+    return Fit(alpha, beta, float(f"{error:.3g}") if error > 1e-9 else 0.0)
 
 
 def agreed(seconds: float) -> float:

@@ -313,8 +313,7 @@ def measure_candidates(
 
 def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repeats: int) -> list[float]:
     """Milliseconds of whole synchronisations: selection, communication, and a dense update."""
-    names = mesh.axis_names
-    axes: Any = names if len(names) > 1 else names[0]
+    axes: Any = mesh.axis_names if len(mesh.axis_names) > 1 else BETWEEN
     tx: Any = build(candidate.content(), axes)
     n = acc.shape[0] // mesh.size
     state = init(tx, np.zeros(n, np.float32), mesh, axes)
