@@ -1,6 +1,5 @@
 """``jsparse tune``, and the file that it writes."""
 
-import argparse
 import inspect
 import json
 
@@ -59,12 +58,6 @@ def test_what_is_measured_of_a_network():
     assert found[3].words == 2 * 2 * 100 * 3 / 4
     assert (found[0].messages, found[0].words) == (2, 2 * 2 * 4)
     assert fit(found).alpha > 0
-
-
-def arguments(*options: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    tune.add_parser(parser.add_subparsers())
-    return parser.parse_args(["tune", *options])
 
 
 @pytest.fixture
@@ -168,7 +161,10 @@ def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
         (["--parameters", "0"], "at least 1"),
         (["--parameters", "10", "--density", "2"], "density is 2"),
         (["--parameters", "10", "--step-time", "-1"], "milliseconds"),
-        (["--parameters", "10", "--coordinator", "localhost:1"], "--process-id"),
+        (["--parameters", "10", "--distributed", "localhost:1"], "which needs both"),
+        (["--parameters", "10", "--rank", "1"], "which needs both"),
+        (["--parameters", "10", "--distributed", "localhost:1", "--processes", "2", "--rank", "2"], "from 0 to 1"),
+        (["--parameters", "10", "--distributed", "telepathy"], "one of auto, slurm"),
         (["--parameters", "10", "--workers", "1"], "nothing to tune"),
         (["--parameters", "10", "--workers", "99"], "8 devices"),
         (["--parameters", "10", "--workers", "6", "--gpus-per-node", "4"], "do not fill nodes"),
@@ -177,6 +173,7 @@ def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys, tmp_path):
+    assert jax.device_count() == 8  # And so it stays: JAX has been used.
     with pytest.raises(SystemExit):
         main(["tune", *options, "--out", str(tmp_path / "tune.json")])
     assert message in " ".join(capsys.readouterr().err.split())
