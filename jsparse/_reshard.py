@@ -84,7 +84,10 @@ def reshard(
     move = plan(mesh, names, now, old, once, halved, gpus)
     carried = jax.tree_util.tree_map_with_path(move.part, now, old, once, is_leaf=is_per_worker)
     if any(leaf is ANEW for leaf in jax.tree.leaves(carried)):
-        fresh = init(tx, params, mesh, axis, per_worker=isinstance(now, PerWorkerState))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, params
+        )
+        fresh = init(tx, zeros, mesh, axis, per_worker=isinstance(now, PerWorkerState))
         carried = jax.tree.map(lambda leaf, new: new if leaf is ANEW else leaf, carried, fresh)
     specs = state_specs(now, axis)
     return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), carried, specs)

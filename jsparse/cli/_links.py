@@ -44,7 +44,7 @@ class Fit(NamedTuple):
     Attributes:
       alpha: seconds a message.
       beta: seconds a word of 4 bytes.
-      error: the root of the mean squared relative error of the samples' times.
+      error: of the logarithms of the samples' times the root of the mean square: 0.1 is 10 %.
     """
 
     alpha: float
@@ -53,7 +53,7 @@ class Fit(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Least squares of the relative errors, neither α nor β below 0.
+    """Least squares of relative errors, by which twice as long is as wrong as half; neither α nor β is below 0.
 
     >>> times = [(1, 10), (1, 1000), (4, 500)]
     >>> fit([Sample("psum", w, m, w, 0.5 * m + 0.25 * w) for m, w in times])
@@ -61,19 +61,26 @@ def fit(samples: Sequence[Sample]) -> Fit:
     """
     if not samples:
         raise ValueError("there are no times to fit a line to: measure at least one message")
-    rows = np.array([(sample.messages / sample.seconds, sample.words / sample.seconds) for sample in samples])
-    ones, scale = np.ones(len(rows)), np.maximum(np.abs(rows).max(0), np.finfo(float).tiny)
+    figures = np.array([(sample.messages, sample.words, sample.seconds) for sample in samples])
+    sent, taken = figures[:, :2], figures[:, 2]
+    scale = np.maximum(sent.max(0), 1)
 
-    def solved(columns):
+    def solved(columns, weights):
         found = np.zeros(2)
-        found[columns] = np.linalg.lstsq(rows[:, columns] / scale[columns], ones, rcond=None)[0] / scale[columns]
-        return found
+        rows = sent[:, columns] / scale[columns] * weights[:, None]
+        found[columns] = np.linalg.lstsq(rows, taken * weights, rcond=None)[0]
+        return np.maximum(found, 0) / scale
 
-    best = solved([0, 1])
-    if (best < 0).any():
-        best = min((np.maximum(solved([i]), 0) for i in (0, 1)), key=lambda found: np.sum((rows @ found - 1) ** 2))
-    error = float(np.sqrt(np.mean((rows @ best - 1) ** 2)))
-    return Fit(*(float(f"{figure:.6g}") for figure in best), float(f"{error:.3g}") if error > 1e-9 else 0.0)
+    def error(found):
+        return float(np.sqrt(np.mean(np.log(np.maximum(sent @ found, 1e-300) / taken) ** 2)))
+
+    weights, best = 1 / taken, np.zeros(2)
+    # Relative to the time alone, errors below it count for less: relative to the mean of it and what is predicted.
+    for _ in range(20):
+        best = min((solved(columns, weights) for columns in ([0, 1], [0], [1])), key=error)
+        weights = 1 / np.sqrt(taken * np.maximum(sent @ best, 1e-300))
+    alpha, beta = (float(f"{figure:.6g}") for figure in best)
+    return Fit(alpha, beta, float(f"{error(best):.3g}") if error(best) > 1e-9 else 0.0)
 
 
 def agreed(seconds: float) -> float:

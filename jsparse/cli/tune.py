@@ -36,12 +36,14 @@ from .._state import init, state_specs
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
+from ._join import add_arguments, join
 from ._links import Fit, Sample, agreed, fit, measure, seconds_of
 from ._output import put_out, pyplot
 from .plan import forecast, preset_of, short, whole_number
 
 BETWEEN, INSIDE = "nodes", "gpus"
-LONGEST = 2**22
+# Words of the messages by which the network is measured: these, and a gradient, up to so many.
+PAYLOADS, LONGEST = (1, 2**8, 2**12, 2**16, 2**20), 2**22
 # A sparse algorithm is recommended if a step is by so much faster: less is noise, and dense sums lose no accuracy.
 MARGIN = 1.05
 
@@ -85,10 +87,7 @@ def add_parser(commands: Any) -> None:
         metavar="G",
         help="workers with a network of their own between them (default: in several processes the devices of one)",
     )
-    parser.add_argument("--distributed", action="store_true", help="several processes, found by JAX (Slurm, MPI, TPU)")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: the address of the first")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many, with --coordinator")
-    parser.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+    add_arguments(parser)
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("tune.json"), metavar="FILE", help="(default tune.json)"
     )
@@ -103,7 +102,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--parameters, --candidates and --repeats are at least 1")
     if args.step_time is not None and args.step_time < 0:
         raise ValueError(f"--step-time is {args.step_time}; it is milliseconds, at least 0")
-    start_processes(args)
+    join(args)
+    if args.workers and args.workers > 1 and not args.distributed:
+        with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+            jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = mesh_of(args)
     first = jax.process_index() == 0
     columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
@@ -122,18 +124,6 @@ def run(args: argparse.Namespace) -> None:
         put_out(args, figures, show, draw_times)
 
 
-def start_processes(args: argparse.Namespace) -> None:
-    if args.coordinator:
-        if args.processes is None or args.process_id is None:
-            raise ValueError("--coordinator needs --processes and --process-id: how many there are, and which this is")
-        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
-    elif args.distributed:
-        jax.distributed.initialize()
-    elif args.workers and args.workers > 1:
-        with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
-            jax.config.update("jax_num_cpu_devices", args.workers)
-
-
 def mesh_of(args: argparse.Namespace) -> Mesh:
     """The workers, on one level or on two."""
     devices = jax.devices()
@@ -142,8 +132,8 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
     size = args.workers or len(devices)
     if size < 2:
         raise ValueError(
-            "there is one device, and nothing to tune: start as many processes as the training has, with --distributed "
-            "or --coordinator; or try it on virtual devices with --workers 4"
+            "there is one device, and nothing to tune: start as many processes as the training has, with "
+            "--distributed; or try it on virtual devices with --workers 4"
         )
     if size > len(devices) or (jax.process_count() > 1 and size < len(devices)):
         raise ValueError(f"--workers is {size}; there are {len(devices)} devices (all of which several processes use)")
@@ -221,7 +211,7 @@ def measure_links(
     mesh: Mesh, n: int, repeats: int, tell: Callable[[str, float], None]
 ) -> tuple[dict[str, Fit], dict[str, list[Sample]]]:
     """Of each level of the network."""
-    payloads = [size for size in (1, 2**8, 2**12, 2**16, 2**19, LONGEST) if size < n] + [min(n, LONGEST)]
+    payloads = [*PAYLOADS, *([min(n, LONGEST)] if n > PAYLOADS[-1] else [])]
     samples: dict[str, list[Sample]] = {}
     for level, axis in enumerate(mesh.axis_names):
         # All workers of a node send at once, over its one link.
@@ -313,8 +303,7 @@ def measure_candidates(
 
 def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repeats: int) -> list[float]:
     """Milliseconds of whole synchronisations: selection, communication, and a dense update."""
-    names = mesh.axis_names
-    axes: Any = names if len(names) > 1 else names[0]
+    axes: Any = mesh.axis_names if len(mesh.axis_names) > 1 else BETWEEN
     tx: Any = build(candidate.content(), axes)
     n = acc.shape[0] // mesh.size
     state = init(tx, np.zeros(n, np.float32), mesh, axes)
