@@ -1,7 +1,14 @@
 """Several processes with jax.distributed, against one with as many virtual devices."""
 
 import functools
+import importlib.util
+import json
+import os
 import pathlib
+import re
+import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -46,3 +53,44 @@ def test_contracts_over_processes():
     """What only a process of several can see; it asserts for itself."""
     for text in processes.run("process_contracts.py", 2, devices=2):
         assert "all held" in text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "localhost",
+        pytest.param(
+            "mpirun",
+            marks=pytest.mark.skipif(
+                not (shutil.which("mpirun") and importlib.util.find_spec("mpi4py")), reason="there is no MPI here"
+            ),
+        ),
+    ],
+)
+def test_the_lines_that_start_them(how: str, tmp_path: pathlib.Path):
+    """The documented ones, with two processes and a short run."""
+    page = pathlib.Path(__file__).parent.parent / "docs/clusters.md"
+    (line,) = [block for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S) if how in block]
+    options = f"--algorithm gtopk --epochs 1 --batch 64 --plot {tmp_path}/x.png --json {tmp_path}/x.json"
+    for old, new in (
+        ("python -m examples.train", f"{sys.executable} -m examples.train {options}"),
+        ("localhost:12321", f"localhost:{processes.free_port()}"),
+        ("rank in 0 1 2 3", "rank in 0 1"),
+        ("--processes 4", "--processes 2"),
+        ("mpirun -n 4", "mpirun -n 2 --oversubscribe" + " --allow-run-as-root" * (os.getuid() == 0)),
+    ):
+        line = line.replace(old, new)
+    with (tmp_path / "output").open("w") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", line], cwd=page.parent.parent, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            shell.wait(240)
+        finally:
+            processes.kill_group(shell.pid)
+    written = (tmp_path / "output").read_text()
+    (run,) = json.loads((tmp_path / "x.json").read_text()) if (tmp_path / "x.json").exists() else pytest.fail(written)
+    assert run["workers"] == 2
+    assert len(run["loss"]) == run["steps_per_epoch"] == 1440 // 128
+    assert run["loss"][-1] < run["loss"][0]
+    assert written.count("plot: ") == 1
