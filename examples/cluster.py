@@ -87,7 +87,7 @@ class Checkpoints:
         except ImportError as error:
             raise ValueError("--checkpoint needs orbax: pip install orbax-checkpoint") from error
         logging.getLogger("absl").setLevel(logging.ERROR)
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
         with ocp.CheckpointManager((directory / name).absolute(), options=options) as manager:
             yield Checkpoints(manager)
 

@@ -1,6 +1,6 @@
 """Trains with some presets, over the processes of ``processes.start`` or in one, and keeps what comes of it.
 
-``process_presets.py DIRECTORY``: each process writes what it ends with there.
+``process_presets.py DIRECTORY NAME ...``: each process writes what it ends with there.
 """
 
 import dataclasses
@@ -32,13 +32,15 @@ class Case:
     Attributes:
       make: makes it for an axis, or two.
       options: of ``train_step``.
-      exact: whether whole numbers stay whole, so that the order of sums does not matter.
+      floats: whether to train on others than whole numbers: its sums have the same order in any number of processes.
+      exact: whether sums are alike to the bit.
       two_levels: whether it is over two axes.
       explicit: whether the mesh's axes are explicit.
     """
 
     make: Callable[..., optax.GradientTransformation]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    floats: bool = False
     exact: bool = True
     two_levels: bool = False
     explicit: bool = False
@@ -46,12 +48,12 @@ class Case:
 
 CASES = {
     "dense": Case(lambda axis: jsparse.dense(axis), explicit=True),
-    "oktopk": Case(lambda axis: jsparse.oktopk(axis, density=0.05)),
+    "oktopk": Case(lambda axis: jsparse.oktopk(axis, density=0.05), floats=True),
     "oktopk-bf16": Case(lambda axis: jsparse.oktopk(axis, density=0.05, wire=wire.Compact(quantize.BFloat16()))),
     "gtopk": Case(lambda axis: jsparse.gtopk(axis, density=0.05), {"check_vma": False}),
     "dsar": Case(lambda axis: jsparse.dsar_split_allgather(axis, density=0.05), {"micro_batches": 2}),
     "hitopk": Case(lambda axes: jsparse.hitopk(*axes, density=0.05), two_levels=True),
-    "a2sgd": Case(lambda axis: jsparse.a2sgd(axis), {"params": "per_worker"}, exact=False),
+    "a2sgd": Case(lambda axis: jsparse.a2sgd(axis), {"params": "per_worker"}, exact=False, explicit=True),
 }
 
 
@@ -60,11 +62,11 @@ def linear(params, batch):
     return sum(jnp.vdot(p, x) for p, x in zip(params, jnp.split(batch.sum(0), [200]), strict=True))
 
 
-def examples(workers: int, step: int) -> np.ndarray:
+def examples(case: Case, workers: int, step: int) -> np.ndarray:
     """Those of all workers."""
     rng = np.random.default_rng(step)
     many = rng.integers(-50, 51, (workers * EACH, N)) * (rng.random((workers * EACH, N)) < 0.7)
-    return np.float32(many * np.linspace(1, 20, N).astype(int))
+    return np.float32(many * np.linspace(1, 20, N).astype(int)) / np.float32(7 if case.floats else 1)
 
 
 def make_mesh(case: Case) -> tuple[Mesh, str | tuple[str, ...]]:
@@ -87,7 +89,7 @@ def train(case: Case, mesh: Mesh, axis: str | tuple[str, ...]) -> dict[str, np.n
     state = step.init((jnp.zeros(200), jnp.zeros(N - 200)))
     losses = []
     for number in range(STEPS):
-        state, loss = step(state, examples(workers, number)[own])
+        state, loss = step(state, examples(case, workers, number)[own])
         losses.append(float(loss))
     per_worker = case.options.get("params") == "per_worker"
     if per_worker:
@@ -98,7 +100,7 @@ def train(case: Case, mesh: Mesh, axis: str | tuple[str, ...]) -> dict[str, np.n
     kept = {"params": np.concatenate(params), "losses": np.array(losses)}
     if per_worker:
         return kept
-    traffic = jsparse.traffic(step, state, examples(workers, 0)[own])
+    traffic = jsparse.traffic(step, state, examples(case, workers, 0)[own])
     residual = jsparse.residual(state.opt_state)
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in residual.addressable_shards}
     stats = jax.tree.map(np.asarray, jsparse.stats(state.opt_state))
@@ -109,13 +111,14 @@ def train(case: Case, mesh: Mesh, axis: str | tuple[str, ...]) -> dict[str, np.n
     }
 
 
-def main(directory: pathlib.Path) -> None:
+def main(directory: str, *names: str) -> None:
     rank = processes.join()
     found = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         found |= {f"{name}/{what}": value for what, value in train(case, *make_mesh(case)).items()}
-    np.savez(directory / f"{rank}.npz", **found)
+    np.savez(pathlib.Path(directory) / f"{rank}.npz", **found)
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(*sys.argv[1:])

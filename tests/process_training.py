@@ -1,6 +1,7 @@
 """A run that is interrupted: ``process_training.py DIRECTORY STEPS`` trains, saves every step, and goes on from there.
 
-What comes of it is in ``DIRECTORY/RANK.npz``. Without steps it trains until it is killed, and saves nothing.
+At the end it does the same once more, from the beginning, without a break; what comes of both is in
+``DIRECTORY/RANK.npz``. Without steps it trains until it is killed, and saves nothing.
 """
 
 import pathlib
@@ -50,6 +51,13 @@ def forever() -> None:
         print(f"step {number}", flush=True)
 
 
+def unbroken(steps: int) -> jsparse.TrainState:
+    step, state = make()
+    for number in range(steps):
+        state, _ = step(state, share(number))
+    return state
+
+
 def train(directory: pathlib.Path, steps: int) -> jsparse.TrainState:
     step, state = make()
     with ocp.CheckpointManager(
@@ -70,9 +78,11 @@ def main(directory: str, steps: str = "") -> None:
     rank = processes.join()
     if not steps:
         forever()
-    state = train(pathlib.Path(directory), int(steps))
-    rows = [shard.data for shard in jsparse.residual(state.opt_state).addressable_shards]
-    kept = {"residual": np.concatenate(rows), "v": state.params["v"], "w": state.params["w"]}
+    kept = {}
+    for name, state in (("broken", train(pathlib.Path(directory), int(steps))), ("unbroken", unbroken(int(steps)))):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            parts = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+            kept[f"{name}{jax.tree_util.keystr(path)}"] = np.stack(parts)
     np.savez(pathlib.Path(directory) / f"{rank}.npz", **kept)
 
 

@@ -48,8 +48,7 @@ class Process:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to it and to what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, number)
+        kill_group(self.popen.pid, number)
 
     @property
     def text(self) -> str:
@@ -126,6 +125,12 @@ def run(
 
 def written(started: Sequence[Process]) -> str:
     return "\n".join(f"--- process {p.rank}, exit status {p.popen.poll()}\n{p.text[-3000:]}" for p in started)
+
+
+def kill_group(leader: int, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process that began a session, and to what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
 
 
 def free_port() -> int:

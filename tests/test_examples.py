@@ -84,9 +84,35 @@ def test_options_of_the_demo(optimizer: str, algorithm: str, tmp_path):
     assert (tmp_path / "x.png").exists()
 
 
+def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
+    arguments = ["--algorithm", "oktopk", "--batch", "64"]
+    arguments += ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    checkpoint = ["--checkpoint", str(tmp_path / "checkpoints")]
+
+    def runs(*more: str):
+        train.main([*arguments, *more])
+        return [
+            {key: value for key, value in run.items() if key != "milliseconds"}
+            for run in json.loads((tmp_path / "x.json").read_text())
+        ]
+
+    whole = runs("--epochs", "2")
+    (first,) = runs("--epochs", "1", *checkpoint)
+    assert len(first["loss"]) == first["steps_per_epoch"] == len(whole[0]["loss"]) // 2
+    assert runs("--epochs", "2", *checkpoint) == whole
+    with pytest.raises(SystemExit):
+        runs("--epochs", "3", "--seed", "1", *checkpoint)
+    assert "is of another run, with seed 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--distributed", "localhost:1"], "takes --processes and --rank"),
+        (["--distributed", "slurm", "--processes", "2", "--rank", "0"], "no other form"),
+        (["--distributed", "telepathy"], "neither HOST:PORT nor one of"),
+        (["--distributed", "localhost:1", "--processes", "2", "--rank", "2"], "from 0 to 1"),
+        (["--rank", "1"], "nothing without --distributed"),
         (["--data", "mnist"], "--data-dir"),
         (["--data", "mnist", "--data-dir", "/nowhere"], "is not a directory"),
         (["--algorithm", "best"], "invalid choice"),
