@@ -228,6 +228,7 @@ def check_refusals():
     refused("pass a mesh, or a Comm", jsparse.train_step, loss_fn, dense, None, "data")
     refused("a Comm goes with mesh=None", jsparse.train_step, loss_fn, dense, jax.make_mesh((1,), ("data",)), comm)
     refused("pass an mpi4py communicator", jsparse.MpiComm, "world")
+    refused("one of them twice", jsparse.torus, comm, comm)
     if SIZE == 3:
         refused("nodes have 1 or 2", comm.levels, 2)
 
