@@ -39,9 +39,9 @@ class Config:
 
     def __post_init__(self):
         axes = [name for comm in self.levels for name in axes_of(comm)]
-        if len(set(axes)) < len(axes):
+        if len(set(axes)) < len(axes) or self.comm == self.intra:
             raise ValueError(
-                f"the axes are {axes}, one of them twice; name each once: over two levels, inter is the axis along "
+                f"the axes are {axes or self.levels}, one of them twice; name each once: over two levels, inter is the axis along "
                 "which the nodes stand, and intra the one along which a node's workers do"
             )
         if self.allreduce.sparse and self.select is None:

@@ -71,7 +71,7 @@ def init(
 
 def _init_here(tx: optax.GradientTransformation, params: optax.Params, comm: Comm, per_worker: bool) -> optax.OptState:
     """The state of the one worker that this process is."""
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)  # Jitted, so that no two leaves are one array: it can be donated.
     _check_order(state)
     if not per_worker and not _holds(state, SparseAllReduceState):
         raise ValueError(

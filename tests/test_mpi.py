@@ -7,7 +7,6 @@ import os
 import pathlib
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import jsparse
 import scenarios
 import transports
-from algorithms import ROWS, Row
+from algorithms import DENSITY, ROWS, Row
 
 SIZES = (2, 3, 4)
 MINUTES = 15
@@ -42,12 +41,21 @@ def sizes(row: Row) -> tuple[int, ...]:
     return own or tuple(size for size in SIZES[:1] if row.gpus is None or size in row.gpus)
 
 
+def communication(row: Row) -> str:
+    """What its messages depend on."""
+    config = row.make(transports.axis(row), DENSITY).config
+    stages = getattr(config, "stages", (config,))
+    return repr([(s.allreduce, type(s.wire), s.scope, s.dense_below, s.bucket_bytes, s.levels) for s in stages])
+
+
 def cases():
-    """Of those that are tested at many sizes, the sizes take turns, and the others take minutes."""
+    """Not with the slow ones: one size of each row, in turn, whose messages are not those of a row before."""
+    seen = set()
     for number, row in enumerate(ROWS):
         for size in sizes(row):
-            often = len(sizes(row)) == 1 or size == sizes(row)[number % len(sizes(row))]
+            often = size == sizes(row)[number % len(sizes(row))] and communication(row) not in seen
             yield pytest.param(row, size, id=f"{row}-{size}", marks=[] if often else [pytest.mark.slow])
+        seen.add(communication(row))
 
 
 def mpirun() -> str | None:
@@ -72,13 +80,12 @@ def launch(size: int, out: pathlib.Path, rows: list[str]) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     ) as process:
         try:
             said, _ = process.communicate(timeout=60 * MINUTES)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            said = f"{process.communicate()[0]}\nkilled after {MINUTES} minutes"
+            process.terminate()  # Which mpirun passes on.
+            said = f"{process.communicate()[0]}\nended after {MINUTES} minutes"
     out.with_suffix(".failed").write_text(said if process.returncode else "")
     assert out.exists(), said
 
@@ -109,14 +116,16 @@ def processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 @needs_mpi
 @pytest.mark.parametrize("row, size", list(cases()))
 def test_mpi_gives_the_bits_of_an_axis(row: Row, size: int, processes):
-    """Updates, states and residuals of every process, after every step."""
+    """Updates and states of every process, after every step; thresholds that are estimated to rounding."""
     found = [of_rank[str(row)] for of_rank in processes(size)[0]]
     assert not any(isinstance(steps, str) for steps in found), found[0]
     state, update = transports.workers(row, size)
     for number, gradient in enumerate(scenarios.mixed(size, row.scale)):
         updates, state = update(transports.tree(gradient), state)
-        leaves = [np.stack(of_ranks) for of_ranks in zip(*(steps[number] for steps in found), strict=True)]
-        jax.tree.map(np.testing.assert_array_equal, leaves, jax.tree.leaves((updates, state)))
+        here = (np.stack(of_ranks) for of_ranks in zip(*(steps[number] for steps in found), strict=True))
+        for (path, there), leaf in zip(jax.tree_util.tree_leaves_with_path((updates, state)), here, strict=True):
+            name = jax.tree_util.keystr(path)
+            np.testing.assert_allclose(leaf, there, 1e-6 if name.endswith("threshold") else 0, err_msg=name)
 
 
 def test_every_algorithm_runs_under_mpi():

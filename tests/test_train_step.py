@@ -232,6 +232,7 @@ def test_two_all_reduces_for_different_parameters():
     ("make", "call", "message"),
     [
         ({"axis": "rows"}, None, "the mesh has axes"),
+        ({"mesh": None}, None, "pass a mesh, or a Comm"),
         ({"micro_batches": 0}, None, "micro_batches is 0"),
         ({"model_state": "sum"}, None, "model_state is 'sum'"),
         ({"micro_batches": 5}, lambda step: step(step.init(params()), data()), "multiple of 20"),
