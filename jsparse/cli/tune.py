@@ -42,8 +42,8 @@ from ._output import put_out, pyplot
 from .plan import forecast, preset_of, short, whole_number
 
 BETWEEN, INSIDE = "nodes", "gpus"
-# Words of the messages by which the network is measured: these, and a gradient, up to so many.
-PAYLOADS, LONGEST = (1, 2**8, 2**12, 2**16, 2**20), 2**22
+# Words of the messages by which the network is measured.
+PAYLOADS = (1, 2**8, 2**12, 2**16, 2**20)
 # A sparse algorithm is recommended if a step is by so much faster: less is noise, and dense sums lose no accuracy.
 MARGIN = 1.05
 
@@ -156,7 +156,7 @@ def tune(
         tell("the model's step", 0)
         n, measured = model_step(args.model, args.repeats)
         step = measured if step is None else step
-    links, samples = measure_links(mesh, n, args.repeats, tell)
+    links, samples = measure_links(mesh, args.repeats, tell)
     tell("selection", 0.3)
     selection = 1e3 * selection_time(mesh, n, args.density, args.repeats)
     between, inside = links[BETWEEN], links.get(INSIDE, Fit(0, 0, 0))
@@ -208,18 +208,17 @@ def model_step(model: str, repeats: int) -> tuple[int, float]:
 
 
 def measure_links(
-    mesh: Mesh, n: int, repeats: int, tell: Callable[[str, float], None]
+    mesh: Mesh, repeats: int, tell: Callable[[str, float], None]
 ) -> tuple[dict[str, Fit], dict[str, list[Sample]]]:
     """Of each level of the network."""
-    payloads = [*PAYLOADS, *([min(n, LONGEST)] if n > PAYLOADS[-1] else [])]
     samples: dict[str, list[Sample]] = {}
     for level, axis in enumerate(mesh.axis_names):
         # All workers of a node send at once, over its one link.
         sharing = mesh.shape.get(INSIDE, 1) if axis == BETWEEN else 1
         found = samples.setdefault(axis, [])
-        for number, sample in enumerate(measure(mesh, axis, payloads, repeats, sharing)):
+        for number, sample in enumerate(measure(mesh, axis, PAYLOADS, repeats, sharing)):
             found.append(sample)
-            tell(f"network, {sample.what}", (level + (number + 1) / 4 / len(payloads)) * 0.3 / len(mesh.axis_names))
+            tell(f"network, {sample.what}", (level + (number + 1) / 4 / len(PAYLOADS)) * 0.3 / len(mesh.axis_names))
     return {axis: fit(of) for axis, of in samples.items()}, samples
 
 
