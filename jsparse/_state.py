@@ -216,8 +216,9 @@ def stats(opt_state: Any) -> Stats:
       One entry a worker.
     """
     state = find(opt_state)
-    if is_global(state.step) and isinstance(state.step.sharding, NamedSharding):
-        return _gathering(state.step.sharding.mesh, state.step.sharding.spec[0])(state)
+    sharding = state.step.sharding if is_global(state.step) else None
+    if isinstance(sharding, NamedSharding) and any(sharding.spec):
+        return _gathering(sharding.mesh, sharding.spec[0])(state)
     return _read(state)
 
 

@@ -28,9 +28,8 @@ def data(length: int = 8):
     return rng.standard_normal((length, 5)).astype(np.float32), rng.standard_normal(length).astype(np.float32)
 
 
-def test_batches(rank: int, mesh: Mesh):
+def test_batches(rank: int, mesh: Mesh, step: jsparse.TrainStep):
     """This process's share, in numpy or on its device, and a global array are the same batch."""
-    step = jsparse.train_step(loss_fn, chain(), mesh, AXIS)
     own = jax.tree.map(lambda x: x[4 * rank : 4 * rank + 4], data())
     along = NamedSharding(mesh, PartitionSpec(AXIS))
     whole = jax.tree.map(lambda x: jax.make_array_from_process_local_data(along, x), own)
@@ -45,28 +44,28 @@ def test_batches(rank: int, mesh: Mesh):
     # The shapes of global arrays, and a mesh of this process alone.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole)
     assert jsparse.traffic(step, ended[0][0], shapes) == jsparse.traffic(step, ended[0][0], own)
-    alone = jsparse.train_step(loss_fn, chain(), Mesh(np.array(jax.local_devices()), (AXIS,)), AXIS)
+    alone = jsparse.train_step(loss_fn, dense(), Mesh(np.array(jax.local_devices()), (AXIS,)), AXIS)
     _, loss = alone(alone.init(params()), own)
     np.testing.assert_allclose(loss, loss_fn(params(), own), rtol=1e-5)
 
 
-def test_beginnings(rank: int, mesh: Mesh):
+def test_beginnings(rank: int, mesh: Mesh, step: jsparse.TrainStep):
     """All begin with the same, or are told what differs; global arrays and NaNs are taken as they are."""
-    step = jsparse.train_step(loss_fn, chain(), mesh, AXIS)
     with pytest.raises(ValueError, match=r"different values of \[0\]\['w'\]; all begin"):
         step.init(params(seed=rank))
     with pytest.raises(ValueError, match=r"different values of \['w'\]; all begin"):
-        jsparse.init(chain(), params(seed=rank), mesh, AXIS)
+        jsparse.init(dense(), params(seed=rank), mesh, AXIS)
     with pytest.raises(ValueError, match="different names, shapes or types"):
         step.init(params() | {f"only on {rank}": jnp.zeros(())})
     first = step.init(params())
     again = step.init(first.params)
     jax.tree.map(np.testing.assert_array_equal, again.params, params())
+    step(again, data(4))
     assert not first.params["w"].is_deleted()
     assert np.isnan(step.init(jax.tree.map(lambda x: x * jnp.nan, params())).params["w"]).all()
 
 
-def test_model_state_and_keys(rank: int, mesh: Mesh):
+def test_model_state_and_keys(rank: int, mesh: Mesh, step: jsparse.TrainStep):
     """Dropout keys: of the step, and kept by each worker."""
 
     def noisy(params, batch, *, model_state, key):
@@ -75,7 +74,7 @@ def test_model_state_and_keys(rank: int, mesh: Mesh):
         return loss_fn(params, batch), ({"key": own, "seen": model_state["seen"] + 1}, draws)
 
     for kept in ("per_worker", "mean"):
-        step = jsparse.train_step(noisy, chain(), mesh, AXIS, has_aux=True, model_state=kept, with_key=True)
+        step = jsparse.train_step(noisy, dense(), mesh, AXIS, has_aux=True, model_state=kept, with_key=True)
         state = step.init(params(), {"key": jax.random.key(3), "seen": jnp.zeros(3)})
         state, (_, draws) = step(state, data(4), jax.random.key(7))
         keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(7), worker), 0) for worker in range(4)]
@@ -88,8 +87,7 @@ def test_model_state_and_keys(rank: int, mesh: Mesh):
         assert state.model_state["seen"].shape == ((4, 3) if kept == "per_worker" else (3,))
 
 
-def test_figures_are_gathered_in_one_message(rank: int, mesh: Mesh):
-    step = jsparse.train_step(loss_fn, chain(), mesh, AXIS)
+def test_figures_are_gathered_in_one_message(rank: int, mesh: Mesh, step: jsparse.TrainStep):
     state, _ = step(step.init(params()), data(4))
     stats = jsparse.stats(state.opt_state)
     assert stats.words.tolist() == [stats.words[0]] * 4
@@ -100,16 +98,18 @@ def test_figures_are_gathered_in_one_message(rank: int, mesh: Mesh):
     assert sent.bytes == 3 * sum(leaf.nbytes // 4 for leaf in stats)
 
 
-def chain():
-    return optax.chain(jsparse.oktopk(AXIS, density=0.3), optax.sgd(0.1))
+def dense():
+    return optax.chain(jsparse.dense(AXIS), optax.sgd(0.1))
 
 
 def main() -> None:
     rank = processes.join()
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    tx = optax.chain(jsparse.oktopk(AXIS, density=0.3), optax.sgd(0.1))
+    step = jsparse.train_step(loss_fn, tx, mesh, AXIS)
     for name, test in list(globals().items()):
         if name.startswith("test_"):
-            test(rank, mesh)
+            test(rank, mesh, step)
             print(f"{name} held", flush=True)
     print("all held")
 
