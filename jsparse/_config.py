@@ -41,8 +41,8 @@ class Config:
         axes = [name for comm in self.levels for name in axes_of(comm)]
         if len(set(axes)) < len(axes) or self.comm == self.intra:
             raise ValueError(
-                f"the axes are {axes or self.levels}, one of them twice; name each once: over two levels, inter is the axis along "
-                "which the nodes stand, and intra the one along which a node's workers do"
+                f"the axes are {axes or self.levels}, one of them twice; name each once: over two levels, inter is the "
+                "axis along which the nodes stand, and intra the one along which a node's workers do"
             )
         if self.allreduce.sparse and self.select is None:
             raise ValueError(f"{self.allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")

@@ -88,7 +88,7 @@ def _init_here(tx: optax.GradientTransformation, params: optax.Params, comm: Com
 
 
 def _bytes(leaf: jax.Array) -> bytes:
-    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes()
 
 
