@@ -37,7 +37,10 @@ def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any
 BF16, FOUR_BITS = wire.Compact(quantize.BFloat16()), wire.Compact(quantize.Codebook(4))
 FORMS = [
     Form("dense", lambda comm, density: _dense_presets.dense(comm)),
-    Form("dense float16", lambda comm, density: _dense_presets.quantized(comm, quantize=quantize.Float16())),
+    Form(
+        "dense, float16",
+        lambda comm, density: _dense_presets.quantized(comm, quantize=quantize.Float16(), error_feedback=False),
+    ),
     Form("oktopk", preset(presets.oktopk)),
     Form("oktopk, dense update", preset(presets.oktopk), dense_update=True),
     Form("oktopk, sampled", preset(presets.oktopk, select.SampledThreshold)),

@@ -1,6 +1,7 @@
 """One host's part in ``jsparse bench network``: synchronises by every form, and times and counts it."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm import AxisComm
+from .._config import Config
 from .._error_feedback import accumulate
 from .._flatten import Layout
 from .._sync import sync
@@ -60,13 +62,12 @@ class Worker:
     """
 
     def __init__(self, job: Job, rank: int):
-        self._job, self._rank = job, rank
+        self._job = job
         devices = np.array(jax.devices())
         pairs = 2 if job.hosts % 2 == 0 else 1
         self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
-        self._own = gradients(job.size, rank)
-        self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in self._own]
+        self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in gradients(job.size, rank)]
         self.meter = Meter(agreement(self._mesh, AXES))
 
     def measure(self, form: Form) -> None:
@@ -99,6 +100,7 @@ class Worker:
     def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
         """Programs of this host alone: its computing, and its accumulation and selection."""
         config = tx.config
+        assert isinstance(config, Config)
         sizes = dict(self._mesh.shape)
 
         def lone(comm: Any) -> Any:
@@ -107,10 +109,10 @@ class Worker:
 
         intra = None if config.intra is None else lone(config.intra)
         config = dataclasses.replace(config, comm=lone(config.comm), intra=intra)
-        own = [jnp.asarray(grad) for grad in self._own]
-        programs = {"computing": Lonely(SparseAllReduce.of(config), own, dense_update=dense_update)}
+        programs: dict[str, Callable[[], None]] = {}
+        programs["computing"] = Whole(SparseAllReduce.of(config), self._mesh, self._grads, dense_update=dense_update)
         if config.select is not None:
-            programs["selection"] = Selecting(config, own)
+            programs["selection"] = Selecting(config, [grad.addressable_data(0) for grad in self._grads])
         return programs
 
 
@@ -121,17 +123,23 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> C
     residual here.
     """
 
+    def sparse(grads, state) -> bool:
+        if dense_update:
+            return False
+        try:
+            # Only its shapes: what it sends would stay in the program.
+            jax.eval_shape(functools.partial(sync, tx), grads, state)
+        except ValueError:  # It has a dense sum.
+            return False
+        return True
+
     def step(grads, state):
-        if not dense_update:
-            try:
-                mean, state = sync(tx, grads, state)
-                seen.append(True)
-                return state, mean
-            except ValueError:  # It has a dense sum.
-                pass
-        seen.append(False)
-        mean, state = tx.update(grads, state)
+        seen.append(sparse(grads, state))
+        mean, state = (sync if seen[-1] else update)(tx, grads, state)
         return state, mean
+
+    def update(tx, grads, state):
+        return tx.update(grads, state)
 
     return step
 
@@ -159,8 +167,9 @@ class Whole:
         )
         begin = jax.shard_map(lambda: tx.init(jnp.zeros(n)), mesh=mesh, in_specs=(), out_specs=along, check_vma=False)
         self._state: Any = jax.jit(begin)()
-        self.sends = traffic(step, grads[0], self._state)
-        self._run = jax.jit(step, donate_argnums=1).lower(grads[0], self._state).compile()
+        run = jax.jit(step, donate_argnums=1)
+        self.sends = traffic(run, grads[0], self._state)
+        self._run = run.lower(grads[0], self._state).compile()
         self._grads = itertools.cycle(grads)
         self.words: list[Any] = []
         self.sparse = seen[-1]
@@ -170,19 +179,6 @@ class Whole:
     def __call__(self) -> None:
         self._state, _ = jax.block_until_ready(self._run(next(self._grads), self._state))
         self.words.append(self._state.report.words.addressable_data(0)[0])
-
-
-class Lonely:
-    """A whole synchronisation without the network: all that is computed, on messages that come back."""
-
-    def __init__(self, tx: SparseAllReduce, grads: list[jax.Array], *, dense_update: bool):
-        step = synchroniser(tx, dense_update, [])
-        self._state = jax.jit(tx.init)(grads[0])
-        self._run = jax.jit(step, donate_argnums=1).lower(grads[0], self._state).compile()
-        self._grads = itertools.cycle(grads)
-
-    def __call__(self) -> None:
-        self._state, _ = jax.block_until_ready(self._run(next(self._grads), self._state))
 
 
 class Selecting:

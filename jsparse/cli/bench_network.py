@@ -1,8 +1,7 @@
 """``jsparse bench network``: what a synchronisation costs over slow links, in every form; hosts of this one machine.
 
 Each host is a process with a network of its own (see ``jsparse network --help``). Forms are measured one after the
-other, dense first and again at the end; of each, the median of some steps that all hosts begin together, by the slowest
-host.
+other; of each, the median of some steps that all hosts begin together, by the slowest host.
 
 selection: accumulating and selecting, by itself on every host at once. The whole of the computing is measured likewise,
 by a program in which what a host sends comes back to it at once: the part of it that is not selection is the rest. What
@@ -96,7 +95,7 @@ def measure(job: Job) -> list[dict[str, Any]]:
     jobs = [("jsparse.cli._network_worker", job)]
     if importlib.util.find_spec("torch") and any(job.wants(name) for name in TORCH_FORMS):
         jobs.append(("jsparse.cli._network_torch", job))
-    total = len(job.rates) * (1 + sum(job.wants(name) for name in [*(form.name for form in FORMS), *TORCH_FORMS]))
+    total = len(job.rates) * sum(job.wants(name) for name in [*(form.name for form in FORMS), *TORCH_FORMS])
     columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
     reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
     with (
@@ -204,7 +203,7 @@ def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any
         results.append(result)
     for rate in job.rates:
         here = [result for result in results if result["rate"] == rate]
-        dense = statistics.fmean(result["median_ms"] for result in here if result["name"] == "dense")
+        dense = next(result["median_ms"] for result in here if result["name"] == "dense")
         for result in here:
             result["times_faster_than_dense"] = dense / result["median_ms"]
     return results

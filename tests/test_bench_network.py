@@ -1,0 +1,210 @@
+"""``jsparse bench network``: a small one over real links; and, without them, what is made of reports."""
+
+import dataclasses
+import inspect
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_network import needs_network
+
+import jsparse
+from jsparse import cli
+from jsparse.cli import _network_torch, bench_network
+from jsparse.cli._alone import Alone
+from jsparse.cli._network import Network
+from jsparse.cli._network_forms import FORMS
+from jsparse.cli._network_job import Job, gradients, time_steps
+from jsparse.cli._network_worker import Selecting, synchroniser
+
+N = 20_000
+JOB = Job(3, N, 0.01, ("1gbit", "100mbit"), 2)
+
+
+@needs_network
+def test_a_small_one(tmp_path, capsys):
+    plot, path = tmp_path / "x.png", tmp_path / "x.json"
+    arguments = ["--hosts", "2", "--size", str(N), "--repeats", "3", "--rate", "100mbit", "20mbit"]
+    arguments += ["--form", "topk_allgather"]
+    cli.main(["bench", "network", *arguments, "--json", str(path), "--plot", str(plot)])
+    out = capsys.readouterr().out
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    figures = json.loads(path.read_text())
+    assert (figures["hosts"], figures["k"], figures["rates"]) == (2, 200, ["100mbit", "20mbit"])
+    results = {(form["name"], form["rate"]): form for form in figures["forms"]}
+    assert list(results) == [(name, rate) for name in ("dense", "topk_allgather") for rate in figures["rates"]]
+    for (name, rate), form in results.items():
+        assert name in out
+        assert rate in out
+        assert form["least_bytes"] <= form["stated_bytes"] <= form["most_bytes"]
+        assert form["steps"] == 3
+        assert 0 < form["min_ms"] <= form["median_ms"] <= form["max_ms"]
+        # Acknowledgements and headers weigh more, the less is sent.
+        assert form["stated_bytes"] < form["bytes"] < 1.1 * form["stated_bytes"] + 2000
+        assert form["communication_ms"] > 0
+        assert form["floor_ms"] == pytest.approx(8e3 * form["bytes"] / {"100mbit": 1e8, "20mbit": 2e7}[rate], rel=0.1)
+    assert results["dense", "20mbit"]["stated_bytes"] == 4 * N
+    assert results["dense", "20mbit"]["median_ms"] > results["dense", "20mbit"]["floor_ms"] / 2
+    assert results["topk_allgather", "20mbit"]["bytes"] < 0.2 * results["dense", "20mbit"]["bytes"]
+    assert results["topk_allgather", "20mbit"]["selection_ms"] > 0
+    assert not results["topk_allgather", "20mbit"]["dense_update"]
+
+
+@needs_network
+def test_a_worker_that_fails_says_why():
+    with Network(2, "1gbit") as network, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
+        bench_network.work(network, "jsparse.cli.nothing", JOB, lambda report: None)
+
+
+def reports(job: Job) -> list[list[dict]]:
+    """What hosts could tell: of each form and rate, other times and bytes on each."""
+    told: list[list[dict]] = [[] for _ in range(job.hosts)]
+    for number, name in enumerate(("dense", "oktopk", "torch all_reduce")):
+        for rate in job.rates:
+            for rank in range(job.hosts):
+                report = {
+                    "name": name,
+                    "rate": rate,
+                    "dense_update": name != "oktopk",
+                    "ms": [100.0 - 30 * number + rank, 90.0 - 30 * number - rank],
+                    "sent_bytes": 1e6 + rank,
+                    "received_bytes": 1e6 + 5,
+                }
+                if number < 2:
+                    ours = {"stated_bytes": 9e5, "least_bytes": 8e5, "most_bytes": 1e6, "memory": 0.3}
+                    report |= ours | {"computing_ms": [10.0, 12.0 + rank]}
+                if name == "oktopk":
+                    report["selection_ms"] = [5.0 + rank, 3.0]
+                told[rank].append(report)
+    return told
+
+
+def test_what_is_made_of_reports(tmp_path, capsys):
+    forms = bench_network.combine(JOB, reports(JOB))
+    assert len(forms) == 6
+    dense, sparse, peer = (form for form in forms if form["rate"] == "100mbit")
+    # Of two steps the slowest hosts took 102 and 90 ms; and so on.
+    assert (dense["median_ms"], dense["min_ms"], dense["max_ms"]) == (96, 90, 102)
+    assert dense["floor_ms"] == pytest.approx(8e3 * (1e6 + 5) / 1e8)
+    assert dense["bytes"] == 1e6 + 1
+    assert (dense["selection_ms"], dense["rest_ms"], dense["communication_ms"]) == (0, 12, 84)
+    assert (sparse["selection_ms"], sparse["rest_ms"], sparse["communication_ms"]) == (5, 7, 54)
+    assert sparse["times_faster_than_dense"] == 96 / 66
+    assert "communication_ms" not in peer
+    figures = {**bench_network.describe(JOB), "forms": forms}
+    bench_network.show(figures)
+    out = capsys.readouterr().out
+    for text in ("3 hosts at 1gbit", "3 hosts at 100mbit", "oktopk", "torch all_reduce", "1.45 x", "0.900"):
+        assert text in out
+    bench_network.draw_times(figures, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_job_survives_its_journey():
+    for job in (JOB, dataclasses.replace(JOB, forms=("dense", "oktopk"))):
+        assert Job.read(job.written()) == job
+    assert JOB.wants("dense")
+    assert not dataclasses.replace(JOB, forms=("dense",)).wants("oktopk")
+
+
+def test_gradients():
+    first, second = gradients(N, 0), gradients(N, 1)
+    assert [g.dtype for g in first] == [np.float32] * 3
+    np.testing.assert_array_equal(first[1], gradients(N, 0)[1])
+    for one, other in ((first[0], second[0]), (first[0], first[1])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
+        # On what is large they agree more than by chance.
+        assert np.corrcoef(np.abs(one), np.abs(other))[0, 1] > 0.15
+    assert np.mean(first[0] ** 4) > 6 * np.mean(first[0] ** 2) ** 2
+
+
+def test_all_take_equally_many_steps():
+    heard = []
+
+    def agree(number):
+        heard.append(number)
+        return 1e9  # Another worker was slow.
+
+    assert len(time_steps(lambda: None, agree, 10)) == 3
+    assert len(time_steps(lambda: None, lambda number: number, 10)) == 10
+    assert len(heard) == 4
+
+
+def test_there_is_a_row_for_every_preset():
+    presets = {
+        name
+        for name in jsparse.__all__
+        if inspect.isfunction(preset := getattr(jsparse, name))
+        and inspect.signature(preset).return_annotation is jsparse.SparseAllReduce
+        and "density" in inspect.signature(preset).parameters
+    }
+    names = {form.name.split(",")[0] for form in FORMS}
+    assert presets <= names
+    assert {"oktopk, dense update", "oktopk, compact", "oktopk, compact bf16", "oktopk, compact 4 bits"} <= {
+        form.name for form in FORMS
+    }
+
+
+ALONE = ["dense", "oktopk, dense update", "gtopk, tree", "ssar_recursive_doubling", "dsar_split_allgather", "hitopk"]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.name in ALONE], ids=lambda form: form.name)
+def test_computing_alone_sends_nothing(form):
+    """Every form runs without a network, with the shapes that it has among others."""
+    comms = (Alone(2), Alone(2)) if form.levels else (Alone(4),)
+    tx = form.make(*comms, density=0.01)
+    seen: list[bool] = []
+    step = synchroniser(tx, form.dense_update, seen)
+    grads = jax.ShapeDtypeStruct((N,), jnp.float32)
+    state = jax.eval_shape(tx.init, grads)
+    after, mean = jax.eval_shape(step, grads, state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert mean.n == N if seen[-1] else mean.shape == (N,)
+    assert seen[-1] or form.dense_update or form.name.startswith(("dense", "dsar"))
+    assert jsparse.traffic(step, grads, state).bytes == 0
+
+
+def test_selection_alone():
+    """It accumulates and selects, and delivers nothing."""
+    tx = jsparse.topk_allgather(Alone(4), density=0.01)
+    selecting = Selecting(tx.config, [jnp.asarray(gradient) for gradient in gradients(N, 0)])
+    for _ in range(2):
+        selecting()
+    np.testing.assert_allclose(selecting._state[0], sum(gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
+
+
+def test_what_pytorch_is_given():
+    assert sum(map(math.prod, _network_torch.vgg16())) == 14_728_266
+    assert _network_torch.leaves_of(14_728_266) == _network_torch.vgg16()
+    assert _network_torch.leaves_of(10) == [(3, 3), (1,)]
+    assert _network_torch.leaves_of(9) == [(3, 3)]
+
+    class Buffer(np.ndarray):
+        def view(self, shape):
+            return self.reshape(shape)
+
+    bucket = _network_torch.Bucket(np.arange(10).view(Buffer), [(3, 3), (1,)])
+    assert [part.shape for part in bucket.gradients()] == [(3, 3), (1,)]
+    assert bucket.gradients()[1][0] == 9
+    assert (bucket.index(), bucket.is_last(), len(bucket.buffer())) == (0, True, 10)
+    assert bucket.parameters() == bucket.gradients()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--density", "3"], "density is 3.0"),
+        (["--hosts", "1"], "--hosts is at least 2"),
+        (["--hosts", "300"], "there are to be 300 hosts"),
+        (["--repeats", "0"], "at least 1"),
+        (["--rate", "1gbit", "fast"], "the rate is 'fast'"),
+        (["--form", "best"], "--form is 'best'; choose from dense, "),
+    ],
+)
+def test_wrong_options(arguments, message: str, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "network", *arguments])
+    assert message in capsys.readouterr().err
