@@ -138,6 +138,7 @@ def model():
 def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     """All of it, with real devices, in two nodes; and the file trains."""
     monkeypatch.setattr(_links, "BUDGET", 1e-3)
+    monkeypatch.setattr(tune, "PAYLOADS", (1, 1000))
     path, figures = tmp_path / "tune.json", tmp_path / "figures.json"
     options = ["--workers", "4", "--gpus-per-node", "2", "--candidates", "1", "--repeats", "1", "--json", str(figures)]
     main(["tune", "--model", "test_tune:model", *options, "--out", str(path)])
