@@ -25,6 +25,7 @@ import jsparse
 from examples import cluster, report
 from jsparse import quantize, select, wire
 from jsparse.cli import images as data
+from jsparse.cli import processes
 
 
 def warm_up(density: float) -> jsparse.SparseAllReduce:
@@ -241,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="DIR",
         help="save each epoch there, and go on from the last one; all processes must see the same directory",
     )
-    cluster.add_arguments(parser)
+    processes.add_arguments(parser)
     args = parser.parse_args(argv)
     names = args.algorithm or DEFAULT
     args.algorithm = list(ALGORITHMS if "all" in names else names)
@@ -254,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
         images = data.load(args.data, args.data_dir)
-        cluster.join(args)
+        processes.join(args)
         columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
         with rich.progress.Progress(*columns, disable=jax.process_index() > 0) as progress:
             runs = [train(name, images, args, progress) for name in args.algorithm]

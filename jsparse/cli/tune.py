@@ -36,7 +36,7 @@ from .._state import init, state_specs
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
-from ._join import add_arguments, join
+from . import processes
 from ._links import Fit, Sample, agreed, fit, measure, seconds_of
 from ._output import put_out, pyplot
 from .plan import forecast, preset_of, short, whole_number
@@ -87,7 +87,7 @@ def add_parser(commands: Any) -> None:
         metavar="G",
         help="workers with a network of their own between them (default: in several processes the devices of one)",
     )
-    add_arguments(parser)
+    processes.add_arguments(parser)
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path("tune.json"), metavar="FILE", help="(default tune.json)"
     )
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--parameters, --candidates and --repeats are at least 1")
     if args.step_time is not None and args.step_time < 0:
         raise ValueError(f"--step-time is {args.step_time}; it is milliseconds, at least 0")
-    join(args)
+    processes.join(args)
     if args.workers and args.workers > 1 and not args.distributed:
         with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
             jax.config.update("jax_num_cpu_devices", args.workers)
