@@ -99,7 +99,7 @@ def test_the_lines_that_start_them(how: str, tmp_path: pathlib.Path):
             ["bash", "-c", line], cwd=page.parent.parent, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            shell.wait(240)
+            shell.wait(480)
         finally:
             processes.kill_group(shell.pid)
     written = (tmp_path / "output").read_text()
