@@ -109,7 +109,7 @@ def until(true: Callable[[], bool], started: Sequence[Process], seconds: float, 
 
 
 def run(
-    script: str, processes: int, *arguments: str | os.PathLike[str], devices: int = 1, seconds: float = 240
+    script: str, processes: int, *arguments: str | os.PathLike[str], devices: int = 1, seconds: float = 480
 ) -> list[str]:
     """Runs a script to its end in all processes, and returns what each has written.
 

@@ -24,7 +24,7 @@ STEPS = 20
 def test_the_others_end_with_an_error_in_bounded_time(victim: int, number: signal.Signals):
     """Killed, it closes its connections and they notice at once; frozen, after the heartbeat's timeout."""
     with processes.start("process_training.py", 3, "") as started:
-        processes.until(lambda: all("step 3" in p.text for p in started), started, 240, "train")
+        processes.until(lambda: all("step 3" in p.text for p in started), started, 480, "train")
         started[victim].kill(number)
         others = [process for process in started if process.rank != victim]
         statuses = processes.wait(others, 3 * processes.HEARTBEAT + processes.SHUTDOWN)
@@ -37,7 +37,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path: pathlib.Path)
     """Killed between two checkpoints, and then in the midst of writing one; each time it is started again."""
     arguments = "process_training.py", 2, tmp_path, STEPS
     with processes.start(*arguments, devices=2) as started:
-        processes.until(lambda: saved(tmp_path)[1:] and reached(started) >= 5, started, 240, "save some steps")
+        processes.until(lambda: saved(tmp_path)[1:] and reached(started) >= 5, started, 480, "save some steps")
         kill(started)
         assert reached(started) < STEPS
     before, left = max(saved(tmp_path)), unfinished(tmp_path)
@@ -47,7 +47,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path: pathlib.Path)
         while not (good and unfinished(tmp_path) - left):
             for process in started:
                 process.kill(signal.SIGCONT)
-            processes.until(lambda: reached(started) > before and unfinished(tmp_path) - left, started, 240, "save")
+            processes.until(lambda: reached(started) > before and unfinished(tmp_path) - left, started, 480, "save")
             for process in started:
                 process.kill(signal.SIGSTOP)
             good = saved(tmp_path)
@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path: pathlib.Path)
     assert all(int(name.split(".")[0]) > max(good) for name in unfinished(tmp_path) - left)
 
     with processes.start(*arguments, devices=2) as started:
-        assert not any(processes.wait(started, 240)), processes.written(started)
+        assert not any(processes.wait(started, 480)), processes.written(started)
         assert begun(started) == max(good) < STEPS
     for rank in range(2):
         leaves = np.load(tmp_path / f"{rank}.npz")
