@@ -12,7 +12,7 @@ import pytest
 
 from jsparse import cli
 from jsparse.cli import _network
-from jsparse.cli._network import Network, bits_per_second, run_everywhere
+from jsparse.cli._network import Network, bits_per_second, run_everywhere, share_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -84,7 +84,7 @@ def until(condition, seconds: float = 10) -> bool:
 def test_a_command_finds_its_place(capsys):
     with Network(3, "1gbit") as network:
         show = "hostname; hostname -i; pwd; echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"
-        assert run_everywhere(network, ["sh", "-c", f"{show}; ls /sys/class/net | grep -v lo"]) == [0, 0, 0]
+        assert run_everywhere(network, ["sh", "-c", f"{show}; ls /sys/class/net | grep -v lo; nproc"]) == [0, 0, 0]
     lines = capsys.readouterr().out.splitlines()
     for rank in range(3):
         assert [line.split(" ", 1)[1] for line in lines if line.startswith(f"[{rank}]")] == [
@@ -93,6 +93,7 @@ def test_a_command_finds_its_place(capsys):
             os.getcwd(),
             f"{rank} of 3 at 10.0.0.1:12321",
             "eth0",
+            str(len(share_of(sorted(os.sched_getaffinity(0)), rank, 3))),
         ]
 
 
@@ -218,6 +219,16 @@ def test_wrong_options(arguments, message: str, capsys):
     with pytest.raises(SystemExit):
         cli.main(["network", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_cores_are_shared_out():
+    for count, hosts in ((2, 4), (5, 2), (8, 3), (1, 3), (3, 3)):
+        shares = [share_of(list(range(count)), rank, hosts) for rank in range(hosts)]
+        assert all(shares)
+        assert {core for share in shares for core in share} == set(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        if hosts <= count:
+            assert sum(map(len, shares)) == count
 
 
 def test_rates():

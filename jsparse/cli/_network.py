@@ -56,12 +56,21 @@ def bits_per_second(rate: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
+def share_of(cores: Sequence[int], rank: int, hosts: int) -> Sequence[int]:
+    """The cores of one of several hosts: its own part of them, or one that it shares with others.
+
+    >>> share_of([0, 1, 2, 3, 4], 0, 2), share_of([0, 1], 2, 4)
+    ([0, 2, 4], [0])
+    """
+    return list(cores[rank % len(cores) :: hosts])
+
+
 class Network:
     """Hosts with a link each to one switch; a context manager.
 
     Each host has its own network, with one interface, its own name and list of hosts, so that libraries that bind to
     what their host's name resolves to find the right address, and its own process numbers. Files are those of this
-    machine. Nothing leads outside.
+    machine; its cores are shared out. Nothing leads outside.
 
     Args:
       hosts: how many.
@@ -135,9 +144,19 @@ class Network:
         environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
         # Entering the mounts leaves the current directory.
         change = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
-        process = subprocess.Popen(
-            [*self._entering(rank), *change, *command], env=environment, text=True, start_new_session=True, **options
-        )
+        cores = os.sched_getaffinity(0)
+        # What is started inherits them.
+        os.sched_setaffinity(0, share_of(sorted(cores), rank, self.hosts))
+        try:
+            process = subprocess.Popen(
+                [*self._entering(rank), *change, *command],
+                env=environment,
+                text=True,
+                start_new_session=True,
+                **options,
+            )
+        finally:
+            os.sched_setaffinity(0, cores)
         self._started.append(process)
         return process
 
