@@ -150,7 +150,10 @@ def test_a_signal_to_the_tool_leaves_nothing(number: int, tmp_path):
     command = ["sh", "-c", f"readlink /proc/self/ns/net >{tmp_path}/$RANK; setsid sleep 60 & sleep 60", marker]
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jsparse import cli; cli.main()"
     tool = subprocess.Popen(
-        [sys.executable, "-c", code, "network", "--hosts", "2", "--", *command], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", code, "network", "--hosts", "2", "--", *command],
+        stderr=subprocess.DEVNULL,
+        # A shell's background jobs, and so this one where the tests are one, are told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         # Of nsenter, which waits, and of the shell itself.
@@ -159,7 +162,11 @@ def test_a_signal_to_the_tool_leaves_nothing(number: int, tmp_path):
         assert running(marker)
     finally:
         tool.send_signal(number)
-        assert tool.wait(10) != 0
+        try:
+            assert tool.wait(10) != 0
+        finally:
+            tool.kill()
+            tool.wait()
     networks = {(tmp_path / str(rank)).read_text().strip() for rank in range(2)}
     assert until(lambda: not running(marker))
     assert until(lambda: not networks & namespaces())

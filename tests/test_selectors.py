@@ -1,17 +1,15 @@
 """Selectors: how near to k they come, over a vector and over a run."""
 
-import argparse
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.progress
 
 import jsparse
 import oracles
 from examples import train
-from jsparse.cli import images as data
 from jsparse.select import (
     BucketedTopK,
     ChunkedTopK,
@@ -319,24 +317,16 @@ def test_degenerate_vectors(select, name: str):
         pytest.param(ReusedThreshold, 0.11, id="reused", marks=pytest.mark.slow),
     ],
 )
-def test_counts_on_real_gradients(select, limit: float, monkeypatch):
+def test_counts_on_real_gradients(select, limit: float, monkeypatch, tmp_path):
     """Mean deviation from k of the local and of the global count, training the demo's model for 200 steps."""
     monkeypatch.setitem(
         train.ALGORITHMS,
         "tested",
         lambda density: jsparse.oktopk("workers", density=density, select=select and select(density)),
     )
-    args = argparse.Namespace(
-        seed=0,
-        workers=8,
-        density=0.01,
-        batch=16,
-        epochs=18,
-        optimizer="momentum",
-        learning_rate=None,
-        schedule="constant",
-    )
-    result = train.train("tested", data.load("digits"), args, rich.progress.Progress(disable=True))
+    figures = tmp_path / "runs.json"
+    train.main(["--algorithm", "tested", "--epochs", "18", "--json", str(figures), "--plot", str(tmp_path / "x.png")])
+    (result,) = json.loads(figures.read_text())
     assert len(result["loss"]) >= 198
     k = result["k"]
     selected, updated = np.array(result["selected"]), np.array(result["updated"])
