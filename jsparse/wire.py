@@ -52,6 +52,10 @@ class Wire(Protocol):
         """Reads the rows back, as vectors of length ``n`` with ``capacity`` values of ``dtype``."""
         ...
 
+    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
+        """Reads the values alone, shape ``(..., capacity)``; those of unused places may be anything."""
+        ...
+
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
         """The length of a row, for a run of ``capacity`` values of ``dtype`` out of ``n``."""
         ...
@@ -82,11 +86,14 @@ class Full:
         return jnp.concatenate([values.reshape(*x.indices.shape[:-1], -1), x.indices], axis=-1)
 
     def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
-        split = message.shape[-1] - capacity
-        values, indices = message[..., :split], message[..., split:]
+        indices = message[..., message.shape[-1] - capacity :]
+        return SparseVector(self.decode_values(message, capacity, n, dtype), indices, n)
+
+    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
+        values = message[..., : message.shape[-1] - capacity]
         if jnp.dtype(dtype).itemsize > 4:
-            values = values.reshape(*indices.shape, -1)
-        return SparseVector(lax.bitcast_convert_type(values, dtype), indices, n)
+            values = values.reshape(*values.shape[:-1], capacity, -1)
+        return lax.bitcast_convert_type(values, dtype)
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
         return capacity * (jnp.dtype(dtype).itemsize // 4 + 1)
@@ -157,8 +164,14 @@ class Compact:
             end = begin + packed_words(capacity, 1 << width)
             indices |= unpack(message[begin:end], capacity, 1 << width) << shift
             begin = end
-        values = self.values.decode(message[begin:], capacity, dtype)
+        values = self.decode_values(message, capacity, n, dtype)
         return SparseVector(jnp.where(indices < n, values, 0), indices, n)
+
+    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
+        if message.ndim > 1:
+            return jax.vmap(lambda row: self.decode_values(row, capacity, n, dtype))(message)
+        begin = _index_words(capacity, n, _low_bits(capacity, n))
+        return self.values.decode(message[begin:], capacity, dtype)
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
         return _index_words(capacity, n, _low_bits(capacity, n)) + self.values.words(capacity, dtype)
@@ -195,4 +208,5 @@ def as_read(wire: Wire, x: SparseVector, message: jax.Array) -> SparseVector:
     """What others read of ``x`` in its message."""
     if wire.lossless:
         return x
-    return SparseVector(wire.decode(message, x.capacity, x.n, x.values.dtype).values, x.indices, x.n)
+    values = wire.decode_values(message, x.capacity, x.n, x.values.dtype)
+    return SparseVector(jnp.where(x.indices < x.n, values, 0), x.indices, x.n)
