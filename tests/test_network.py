@@ -148,12 +148,12 @@ def test_an_exception_leaves_nothing():
 def test_a_signal_to_the_tool_leaves_nothing(number: int, tmp_path):
     marker = f"jsparse-{os.getpid()}-signal-{number}"
     command = ["sh", "-c", f"readlink /proc/self/ns/net >{tmp_path}/$RANK; setsid sleep 60 & sleep 60", marker]
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jsparse import cli; cli.main()"
+    # A shell tells its background jobs, and so this one where the tests are one, to ignore SIGINT.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jsparse import cli; cli.main()"
     tool = subprocess.Popen(
         [sys.executable, "-c", code, "network", "--hosts", "2", "--", *command],
         stderr=subprocess.DEVNULL,
-        # A shell's background jobs, and so this one where the tests are one, are told to ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         # Of nsenter, which waits, and of the shell itself.
