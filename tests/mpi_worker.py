@@ -137,7 +137,7 @@ def check_traffic():
 
 
 def check_a2sgd():
-    """A transformation after which replicas differ equals that along an axis, to rounding: g - mean + mean may be fused."""
+    """A transformation after which replicas differ equals that along an axis; to rounding, sums may be fused."""
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((SIZE, transports.N)).astype(np.float32)
     tx, along = jsparse.a2sgd(jsparse.MpiComm()), jsparse.a2sgd("workers")
