@@ -137,7 +137,7 @@ def check_traffic():
 
 
 def check_a2sgd():
-    """A transformation after which replicas differ equals that along an axis: to the bit, but that a compiler may round.
+    """A transformation after which replicas differ equals that along an axis, to the bit but for what compiling rounds.
 
     What it makes of ``g - mean + mean`` depends on the program around it, with one communicator, too.
     """
