@@ -44,7 +44,8 @@ def test_a_small_one(tmp_path, capsys):
         assert 0 < form["min_ms"] <= form["median_ms"] <= form["max_ms"]
         # Acknowledgements and headers weigh more, the less is sent.
         assert form["stated_bytes"] < form["bytes"] < 1.1 * form["stated_bytes"] + 2000
-        assert form["communication_ms"] > 0
+        # What is left of a step on a busy machine, whose computing was timed by itself, can be nothing.
+        assert form["communication_ms"] >= 0
         assert form["floor_ms"] == pytest.approx(8e3 * form["bytes"] / {"100mbit": 1e8, "20mbit": 2e7}[rate], rel=0.1)
     assert results["dense", "20mbit"]["stated_bytes"] == 4 * N
     assert results["dense", "20mbit"]["median_ms"] > results["dense", "20mbit"]["floor_ms"] / 2
