@@ -48,6 +48,7 @@ LAYERS = [
     {"jsparse._trust_ratio", "jsparse._sharded", "jsparse._move", "jsparse._files"},
     {"jsparse._reshard"},
     {"jsparse._train_state"},
+    {"jsparse._train_ground"},
     {"jsparse._train_step"},
     {"jsparse.cost"},
     {"jsparse.cli", "jsparse.__main__"},

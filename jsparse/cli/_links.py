@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._comm import AxisComm
 from .._ledger import Cost, collective_cost
 
+# The axes along which workers stand: the network's two levels.
+BETWEEN, INSIDE = "nodes", "gpus"
 # Seconds that a measurement may take, of which there are several, and runs in it.
 BUDGET, MOST = 0.05, 1000
 
