@@ -1,6 +1,7 @@
 """Selection kernels: one folder an operation, each with a plain JAX form behind one public function."""
 
 from . import bitmap
+from ._implementation import using
 from ._varying import varying_as, varying_axes
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
@@ -19,6 +20,7 @@ __all__ = [
     "select_above",
     "select_ms_top_k",
     "select_top_k",
+    "using",
     "varying_as",
     "varying_axes",
 ]
