@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import bitmap
+from kernels_pallas import bitmap, choose
 
 from ._buckets import Bucket
 from ._comm import Comm
@@ -19,6 +19,7 @@ from ._ledger import Metered, add_words
 from ._momentum import clip
 from ._sparse_vector import SparseVector
 from ._two_levels import gather, scatter
+from .select.fixed import AboveThreshold
 
 
 class BucketState(NamedTuple):
@@ -185,10 +186,8 @@ def reduce_buckets(
         momentum, velocity = how.momentum, before.velocity
         if momentum and velocity is not None:
             velocity, parts = momentum.correct(layout, velocity, parts, keep, comm.size)
-        x = acc = accumulate(layout, before.residual, parts, keep, comm.size)
-        chosen = before.select
-        if how.select is not None:
-            x, chosen = how.select(acc, chosen, step, comm.rank())
+        acc, x, chosen = _accumulate_and_select(how, comm, layout, before, parts, keep, step)
+        if isinstance(x, SparseVector):
             overflowed += chosen.selected[0] - x.count
             x = x.where(keep)
         elif how.error_feedback:
@@ -205,6 +204,35 @@ def reduce_buckets(
         totals[i], carried[i] = total, BucketState(residual, chosen, reduce, velocity)
     order = range(len(buckets))
     return Reduced([totals[i] for i in order], [carried[i] for i in order], overflowed, delivered, updated)
+
+
+def _accumulate_and_select(
+    how: Config,
+    comm: Comm,
+    layout: Layout,
+    before: BucketState,
+    parts: list[jax.Array],
+    keep: jax.Array,
+    step: jax.Array,
+) -> tuple[jax.Array, SparseVector | jax.Array, Any]:
+    """``acc``, what is selected of it (all of it, without a selector), and the selector's state."""
+    select, residual, rank = how.select, before.residual, comm.rank()
+
+    def one_by_one(parts, residual, chosen, keep, step):
+        acc = accumulate(layout, residual, parts, keep, comm.size)
+        return (acc, acc, chosen) if select is None else (acc, *select(acc, chosen, step, rank))
+
+    arguments = parts, residual, before.select, keep, step
+    if not isinstance(select, AboveThreshold) or residual is None or len(parts) > 1:
+        return one_by_one(*arguments)
+
+    def in_one_pass(parts, residual, chosen, keep, step, *, interpret=False):
+        limit = largest(residual.dtype, comm.size)
+        return select.accumulate_and_select(
+            parts[0].reshape(-1), residual, step, keep=keep, limit=limit, interpret=interpret
+        )
+
+    return choose(None, {"xla": one_by_one, "triton": in_one_pass}, *arguments)
 
 
 def conclude(
@@ -238,7 +266,8 @@ def conclude(
     delivered, updated = jnp.where(bad, 0, reduced.delivered), jnp.where(bad, 0, reduced.updated)
     words = functools.reduce(add_words, [words for words, _ in sent])
     messages = functools.reduce(jnp.add, [messages for _, messages in sent])
-    report = Report(reduced.overflowed, delivered, updated, words, messages)
+    overflowed = jnp.where(bad, 0, reduced.overflowed)
+    report = Report(overflowed, delivered, updated, words, messages)
     report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
     step = jnp.where(bad, step, step + 1)[None]
     return varying_over(levels, SparseAllReduceState(step, tuple(carried), report))

@@ -8,15 +8,62 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas import bitmap, count_above, select_above, varying_as
+from kernels_pallas import accumulate_and_select, bitmap, count_above, select_above, varying_as
 
 from .._density import check_density, elements_kept
 from .._sparse_vector import SparseVector
 from ._base import SelectorState
 
 
+class AboveThreshold:
+    """A selector of what reaches a threshold that few elements of the vector tell, or none.
+
+    So a kernel can accumulate and select in one pass over the vector, which nobody has to write down before.
+    """
+
+    density: float
+
+    def threshold_of(self, acc: jax.Array) -> jax.Array:
+        """The threshold: a scalar of the type of ``acc``."""
+        raise NotImplementedError
+
+    def __call__(
+        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
+        return take_above(acc, self.threshold_of(acc), self.density, step)
+
+    def accumulate_and_select(
+        self, grad: jax.Array, residual: jax.Array, step: jax.Array, *, keep: jax.Array, limit: float, interpret: bool
+    ) -> tuple[jax.Array, SparseVector, SelectorState]:
+        """Selects from ``residual + grad`` by a kernel for GPUs: ``acc``, in place of the residual, and as when called.
+
+        Args:
+          grad, residual: shape ``(n,)``.
+          step: int32 scalar, alike on all workers.
+          keep: bool scalar: whether the gradient counts; where not, nothing is selected.
+          limit: to which magnitudes ``acc`` is clipped.
+          interpret: whether the kernel runs in an interpreter.
+        """
+        n = residual.shape[0]
+        # Of this only what tells the threshold is ever computed.
+        acc = jnp.clip(residual + jnp.where(keep, grad.astype(residual.dtype), 0), -limit, limit)
+        threshold, k = _threshold_for(self.threshold_of(acc), self.density, n)
+        values, indices, count, acc = accumulate_and_select(
+            grad,
+            residual,
+            threshold,
+            k,
+            start=bitmap.turn(step, k),
+            keep=keep,
+            limit=limit,
+            clear=False,
+            implementation="interpret" if interpret else "triton",
+        )
+        return acc, SparseVector(values, indices, n), SelectorState(threshold[None], count[None])
+
+
 @dataclasses.dataclass(frozen=True)
-class FixedThreshold:
+class FixedThreshold(AboveThreshold):
     """Selects the elements of magnitude at least ``threshold``.
 
     When more qualify than the buffer holds, it holds a different part of them each step, so that all get their turn.
@@ -37,10 +84,8 @@ class FixedThreshold:
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
         return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
 
-    def __call__(
-        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
-    ) -> tuple[SparseVector, SelectorState]:
-        return take_above(acc, jnp.asarray(self.threshold, acc.dtype), self.density, step)
+    def threshold_of(self, acc: jax.Array) -> jax.Array:
+        return jnp.asarray(self.threshold, acc.dtype)
 
 
 def take_above(
@@ -48,11 +93,15 @@ def take_above(
 ) -> tuple[SparseVector, SelectorState]:
     """The elements at or above a threshold, in a buffer of k."""
     n = acc.shape[0]
-    k = elements_kept(density, n)
-    if k >= n:
-        threshold = jnp.zeros_like(threshold)
+    threshold, k = _threshold_for(threshold, density, n)
     values, indices, count = select_above(acc, threshold, k, start=bitmap.turn(step, k))
     return SparseVector(values, indices, n), SelectorState(threshold[None], count[None])
+
+
+def _threshold_for(threshold: jax.Array, density: float, n: int) -> tuple[jax.Array, int]:
+    """The threshold, which is 0 where all elements are kept, and how many are."""
+    k = elements_kept(density, n)
+    return jnp.zeros_like(threshold) if k >= n else threshold, k
 
 
 def scale_threshold(

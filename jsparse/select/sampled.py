@@ -7,13 +7,12 @@ import jax
 from kernels_pallas import estimate_kth_magnitude
 
 from .._density import elements_kept
-from .._sparse_vector import SparseVector
-from ._base import ByDensity, SelectorState
-from .fixed import take_above
+from ._base import ByDensity
+from .fixed import AboveThreshold
 
 
 @dataclasses.dataclass(frozen=True)
-class SampledThreshold(ByDensity):
+class SampledThreshold(AboveThreshold, ByDensity):
     """Selects about k elements: those above the k-th magnitude as a sample of 65,536 elements tells it.
 
     The count's relative standard deviation is ``1 / sqrt(65536 * density)``: 4 % at density 0.01, 12 % at 0.001.
@@ -23,8 +22,5 @@ class SampledThreshold(ByDensity):
       density: k / n, above 0 and at most 1.
     """
 
-    def __call__(
-        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
-    ) -> tuple[SparseVector, SelectorState]:
-        threshold = estimate_kth_magnitude(acc, elements_kept(self.density, acc.shape[0]))
-        return take_above(acc, threshold, self.density, step)
+    def threshold_of(self, acc: jax.Array) -> jax.Array:
+        return estimate_kth_magnitude(acc, elements_kept(self.density, acc.shape[0]))
