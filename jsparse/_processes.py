@@ -1,6 +1,7 @@
 """Global arrays over the devices of several processes, of what each process has."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     if not mesh.is_multi_process:
         return jax.device_put(tree, everywhere)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    own = {jax.tree_util.keystr(path): _numbers(leaf) for path, leaf in leaves if not is_global(leaf)}
-    _check_alike(own)
+    own = numbers(tree)
+    check_alike(own, multihost_utils.process_allgather)
 
     def place(path, leaf):
         value = own.get(jax.tree_util.keystr(path))
@@ -65,29 +66,42 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _numbers(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf))
+def numbers(tree: Any) -> dict[str, np.ndarray]:
+    """What a process has of its own: leaves by their names."""
+    return {
+        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not is_global(leaf)
+    }
 
 
-def _check_alike(values: dict[str, np.ndarray]) -> None:
-    """Compares what all processes have, by digests."""
+def check_alike(values: dict[str, np.ndarray], gather: Callable[[np.ndarray], Any]) -> None:
+    """Compares what all processes have, by digests, each of two words.
+
+    Args:
+      values: from :func:`numbers`.
+      gather: makes of a digest those of all processes, along a leading axis.
+
+    Raises:
+      ValueError: they differ; it says in what.
+    """
+
+    def alike(digest: np.ndarray) -> bool:
+        gathered = np.asarray(gather(digest))
+        return bool((gathered == gathered[:1]).all())
+
     structure = repr([(name, value.shape, value.dtype) for name, value in values.items()])
     digests = {name: _digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) for name, value in values.items()}
     together = [_digest(structure.encode()), _digest(b"".join(digest.tobytes() for digest in digests.values()))]
-    if _alike(np.stack(together)):
+    if alike(np.stack(together)):
         return
     fix = "all begin with the same: make them from the same seed, or read the same file"
     # Who has other leaves can't compare them one by one.
-    if not _alike(together[0]):
+    if not alike(together[0]):
         raise ValueError(f"the processes have parameters of different names, shapes or types; {fix}")
-    differ = [name for name, digest in digests.items() if not _alike(digest)]
+    differ = [name for name, digest in digests.items() if not alike(digest)]
     raise ValueError(f"the processes have different values of {', '.join(differ)}; {fix}")
 
 
 def _digest(data: Any) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
-
-
-def _alike(value: np.ndarray) -> bool:
-    gathered = multihost_utils.process_allgather(value)
-    return bool((gathered == gathered[:1]).all())

@@ -1,7 +1,6 @@
 """Optimizer states that hold something for each worker: making, placing and reading them."""
 
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from kernels_pallas import varying_axes
 
 from ._comm import AxisComm, Comm, CommLike, as_comm
 from ._per_worker import PerWorkerState, ShardedState
-from ._processes import is_global, replicate
+from ._processes import check_alike, is_global, numbers, replicate
 from ._synchronise import SparseAllReduceState
 
 PER_WORKER = (SparseAllReduceState, PerWorkerState, ShardedState)
@@ -78,18 +77,8 @@ def _init_here(tx: optax.GradientTransformation, params: optax.Params, comm: Com
             "nothing in the chain communicates, and parameters would drift apart: put an all-reduce into it, such as "
             'jsparse.dense(comm), or give each worker parameters of its own: train_step(..., params="per_worker")'
         )
-    checksum = functools.reduce(lambda crc, leaf: zlib.crc32(_bytes(leaf), crc), jax.tree.leaves(params), 0)
-    everyone = np.asarray(comm.all_gather(jnp.uint32(checksum)))
-    if (everyone != checksum).any():
-        raise ValueError(
-            "the processes begin with different parameters: initialise them from the same random key, or the same file"
-        )
+    check_alike(numbers(params), lambda digest: comm.all_gather(jnp.asarray(digest)))
     return state
-
-
-def _bytes(leaf: jax.Array) -> bytes:
-    key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes()
 
 
 def _check_alike(

@@ -1,8 +1,9 @@
 """Selection kernels: one folder an operation, each with a plain JAX form behind one public function."""
 
 from . import bitmap
-from ._implementation import using
+from ._implementation import choose, using
 from ._varying import varying_as, varying_axes
+from .accumulate_and_select import accumulate_and_select
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
 from .norms import norms
@@ -11,7 +12,9 @@ from .select_ms_top_k import select_ms_top_k
 from .select_top_k import select_top_k
 
 __all__ = [
+    "accumulate_and_select",
     "bitmap",
+    "choose",
     "count_above",
     "count_above_many",
     "estimate_kth_magnitude",

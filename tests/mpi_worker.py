@@ -224,7 +224,7 @@ def check_refusals():
     comm, params = jsparse.MpiComm(), {"w": np.ones(3, np.float32)}
     dense = optax.chain(jsparse.dense(comm), optax.sgd(0.1))
     differing = {"w": np.full(3, RANK, np.float32)}
-    refused("begin with different parameters", jsparse.init, dense, differing, None, comm)
+    refused("different values of", jsparse.init, dense, differing, None, comm)
     refused("nothing in the chain communicates", jsparse.init, optax.sgd(0.1), params, None, comm)
     refused("optax.MultiSteps", jsparse.init, optax.MultiSteps(dense, 2), params, None, comm)
     refused("pass a mesh, or a Comm", jsparse.train_step, loss_fn, dense, None, "data")
