@@ -2,6 +2,7 @@
 
 from . import bitmap
 from ._varying import varying_as, varying_axes
+from .accumulate_and_select import accumulate_and_select
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
 from .norms import norms
@@ -10,6 +11,7 @@ from .select_ms_top_k import select_ms_top_k
 from .select_top_k import select_top_k
 
 __all__ = [
+    "accumulate_and_select",
     "bitmap",
     "count_above",
     "count_above_many",
