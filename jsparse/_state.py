@@ -176,7 +176,7 @@ class Stats(NamedTuple):
       thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach on this worker.
       global_thresholds: shape ``(P, buckets)``: and in the sum, where the all-reduce has such a threshold; else 0.
       residual_norm: Euclidean norm of this worker's residual.
-      words: uint32: 4-byte words that this worker sent.
+      words: uint32: 4-byte words that this worker sent, counted as in :class:`Report`: see there for trees.
       messages: uint32: messages that this worker sent.
     """
 

@@ -48,8 +48,9 @@ class Report(NamedTuple):
         sums that it rounded, too.
       updated: int32: elements of the update that are not zero, over n the density to which it has filled in; an
         all-gather counts an index once for each worker that sent it.
-      words: uint32: 4-byte words that this worker sent.
-      messages: uint32: messages that this worker sent.
+      words: uint32: 4-byte words that this worker sent. A round in which pairs exchange counts for all workers, those
+        too that have no part in it: in a tree, and where P is no power of two, that is what the busiest path takes.
+      messages: uint32: messages that this worker sent, likewise.
     """
 
     overflowed: jax.Array
