@@ -14,6 +14,7 @@ writing the sum; the two-pass form 4 more and ``16 d`` less.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from .xla import reaches
 BLOCK = 4096
 WARPS = 8
 PLACE_WARPS = 16
-# Slots of a block: a multiple of what it has on average, since gradients differ from layer to layer, and a least number.
+# Slots of a block: a multiple of what it has on average, since layers' gradients differ in size, and a least number.
 SLACK = 3
 SLOTS = 64
 # Blocks that are ranked at a time.
@@ -147,12 +148,17 @@ def compact(
     Returns:
       ``(values, indices, count, acc)``: as :func:`kernels_pallas.select_above`; the sum, or else ``x``.
     """
-    floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def floats(size):
+        return jax.ShapeDtypeStruct((size,), jnp.float32)
+
+    def ints(*size):
+        return jax.ShapeDtypeStruct(size, jnp.int32)
+
     slots = plan.blocks * plan.slots
 
     acc, staged, counts = call(
-        lambda *refs: _stage(*refs, plan=plan, limit=limit, clear=clear),
+        functools.partial(_stage, plan=plan, limit=limit, clear=clear),
         x,
         addend,
         threshold,
@@ -163,7 +169,7 @@ def compact(
         aliases={0: 0} if addend else {},
     )
     before, count = call(
-        lambda *refs: _rank(*refs, plan=plan),
+        functools.partial(_rank, plan=plan),
         counts,
         out=(ints(plan.blocks), ints()),
         grid=1,
@@ -172,7 +178,7 @@ def compact(
     )
     acc = acc if addend else x
     cleared, values, indices = call(
-        lambda *refs: _place(*refs, plan=plan),
+        functools.partial(_place, plan=plan),
         acc,
         (threshold, staged, counts, before, count, start),
         out=(floats(plan.n) if clear else None, floats(plan.capacity), ints(plan.capacity)),
