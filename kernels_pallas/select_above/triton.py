@@ -28,15 +28,15 @@ from .. import bitmap
 from .._triton import call, load, store
 from .xla import reaches
 
-# Elements of a block; and warps of a program: 16 elements to a thread, and 8 where a thread needs many registers.
+# Elements of a block, and of a thread.
 BLOCK = 4096
-WARPS = 8
-PLACE_WARPS = 16
+ELEMENTS = 16
 # Slots of a block: a multiple of what it has on average, since layers' gradients differ in size, and a least number.
 SLACK = 3
 SLOTS = 64
-# Blocks that are ranked at a time.
+# Blocks that are ranked at a time, and by how many warps.
 CHUNK = 4096
+RANK_WARPS = 8
 # Bytes of the widest access to memory.
 ACCESS = 16
 
@@ -55,14 +55,17 @@ class Plan:
         """Those not given are chosen by density."""
         block = block or BLOCK
         if slots is None:
-            wanted = max(SLACK * block * capacity / n, SLOTS)
-            # From there on staging takes more bytes than a second read.
-            slots = 0 if capacity > n / 4 else 2 ** math.ceil(math.log2(wanted))
+            # From a quarter of the elements on, staging takes more bytes than a second read.
+            slots = pl.next_power_of_2(max(SLACK * block * capacity // n, SLOTS)) if capacity <= n / 4 else 0
         return Plan(n, capacity, block, min(slots, block))
 
     @property
     def blocks(self) -> int:
         return pl.cdiv(self.n, self.block)
+
+    @property
+    def warps(self) -> int:
+        return max(self.block // (32 * ELEMENTS), 1)
 
     @property
     def group(self) -> int:
@@ -164,7 +167,7 @@ def compact(
         threshold,
         out=(floats(plan.n) if addend else None, (floats(slots), ints(slots)) if slots else None, ints(plan.blocks)),
         grid=plan.blocks,
-        warps=WARPS,
+        warps=plan.warps,
         interpret=interpret,
         aliases={0: 0} if addend else {},
     )
@@ -173,7 +176,7 @@ def compact(
         counts,
         out=(ints(plan.blocks), ints()),
         grid=1,
-        warps=WARPS,
+        warps=RANK_WARPS,
         interpret=interpret,
     )
     acc = acc if addend else x
@@ -183,7 +186,7 @@ def compact(
         (threshold, staged, counts, before, count, start),
         out=(floats(plan.n) if clear else None, floats(plan.capacity), ints(plan.capacity)),
         grid=plan.movers + pl.cdiv(plan.capacity, plan.block),
-        warps=PLACE_WARPS,
+        warps=2 * plan.warps,  # It needs twice the registers.
         interpret=interpret,
         aliases={0: 0} if clear else {},
     )
