@@ -1,6 +1,5 @@
 """Compaction kernels in Pallas's interpreter against the plain form and numpy, to the bit; and their lowering."""
 
-import contextlib
 import functools
 import math
 import warnings
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, use_abstract_mesh
 
 import kernels_pallas
 from kernels_pallas._implementation import using
@@ -185,13 +184,12 @@ def test_under_vmap():
         assert_same_bits(got, expected)
 
 
-def on_each_worker(name: str, threshold_spec: PartitionSpec, check_vma: bool):
+def on_each_worker(name: str, mesh: Mesh | AbstractMesh, threshold_spec: PartitionSpec, check_vma: bool):
     def local(grad, residual, threshold):
         values, indices, count, left = run(name, grad, residual, threshold[0])
         return values, indices, count[None], left
 
     split = PartitionSpec("data")
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     return jax.jit(
         jax.shard_map(
             local,
@@ -208,11 +206,13 @@ def test_under_shard_map(spec: PartitionSpec):
     """Values where variance is not tracked, which Pallas's interpreter can't in loops; the lowering either way."""
     grad, residual, threshold = batch()
     args = grad.reshape(-1), residual.reshape(-1), threshold if spec else threshold[:1]
-    got, expected = (on_each_worker(name, spec, check_vma=False)(*args) for name in ("interpret", "xla"))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    got, expected = (on_each_worker(name, mesh, spec, check_vma=False)(*args) for name in ("interpret", "xla"))
     assert_same_bits(got, expected)
-    assert_same_bits(expected, on_each_worker("xla", spec, check_vma=True)(*args))
+    assert_same_bits(expected, on_each_worker("xla", mesh, spec, check_vma=True)(*args))
     for check_vma in (True, False):
-        assert lower(on_each_worker("triton", spec, check_vma), *args).count("xla.gpu.triton") == 3
+        form = on_each_worker("triton", gpus((4,), ("data",)), spec, check_vma)
+        assert lower(form, *(jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args)).count("xla.gpu.triton") == 3
 
 
 def test_inside_control_flow():
@@ -232,13 +232,18 @@ def test_inside_control_flow():
     assert_same_bits(got, expected)
 
 
+def gpus(shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> AbstractMesh:
+    """GPUs that are not there, of a kind that newer versions of JAX ask for."""
+    types = (AxisType.Auto,) * len(names)
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return AbstractMesh(shape, names, axis_types=types)
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return AbstractMesh(shape, names, axis_types=types, abstract_device=device)
+
+
 def lower(f, *shapes) -> str:
     """The program that a GPU would be given."""
-    target = contextlib.nullcontext()
-    if jax.__version_info__ >= (0, 11):
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-        target = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    with target, warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Of Pallas on Triton.
+    with use_abstract_mesh(gpus()), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
