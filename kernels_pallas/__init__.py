@@ -3,6 +3,7 @@
 from . import bitmap
 from ._implementation import using
 from ._varying import varying_as, varying_axes
+from .add_sparse import add_sparse
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
 from .norms import norms
@@ -11,6 +12,7 @@ from .select_ms_top_k import select_ms_top_k
 from .select_top_k import select_top_k
 
 __all__ = [
+    "add_sparse",
     "bitmap",
     "count_above",
     "count_above_many",
