@@ -4,17 +4,20 @@ from . import bitmap
 from ._varying import varying_as, varying_axes
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
+from .magnitude_statistics import MagnitudeStatistics, magnitude_statistics
 from .norms import norms
 from .select_above import count_above, select_above
 from .select_ms_top_k import select_ms_top_k
 from .select_top_k import select_top_k
 
 __all__ = [
+    "MagnitudeStatistics",
     "bitmap",
     "count_above",
     "count_above_many",
     "estimate_kth_magnitude",
     "kth_magnitude",
+    "magnitude_statistics",
     "norms",
     "select_above",
     "select_ms_top_k",
