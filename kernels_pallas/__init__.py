@@ -6,18 +6,21 @@ from ._varying import varying_as, varying_axes
 from .add_sparse import add_sparse
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
+from .magnitude_statistics import MagnitudeStatistics, magnitude_statistics
 from .norms import norms
 from .select_above import count_above, select_above
 from .select_ms_top_k import select_ms_top_k
 from .select_top_k import select_top_k
 
 __all__ = [
+    "MagnitudeStatistics",
     "add_sparse",
     "bitmap",
     "count_above",
     "count_above_many",
     "estimate_kth_magnitude",
     "kth_magnitude",
+    "magnitude_statistics",
     "norms",
     "select_above",
     "select_ms_top_k",

@@ -51,7 +51,7 @@ def add_sparse(
         raise ValueError(f"dense has {dense.shape[0]} elements; indices are int32, so split it into parts below 2**31")
     if values.ndim not in (1, 2) or values.shape != indices.shape:
         raise ValueError(
-            f"values have shape {values.shape} and indices {indices.shape}; give one list (k,) of both, or several (P, k)"
+            f"values have shape {values.shape} and indices {indices.shape}; give one list (k,) or several (P, k)"
         )
     if indices.dtype != jnp.int32 or not jnp.issubdtype(values.dtype, jnp.floating):
         raise ValueError(f"values have type {values.dtype} and indices {indices.dtype}; give floats and int32")
