@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tune", action="store_true", help="try the values of each operation's options instead")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
-    console = rich.console.Console(width=140)
+    console = rich.console.Console(width=160)
     try:
         shapes = check(args)
     except ValueError as error:
@@ -63,16 +63,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "clustered": args.clustered,
-        "rows": list(rows(args, shapes)),
+        "rows": [],
     }
+    for row in rows(args, shapes):
+        figures["rows"].append(row)
+        write(figures, args.json)  # Each time: a run that is cut short has written what it had.
     if not args.check:
         compare(figures)
+        write(figures, args.json)
     show(figures, console)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
     wrong = sorted({f"{row['operation']} ({row['form']})" for row in figures["rows"] if row["right"] is False})
     if wrong:
         sys.exit(f"results differ from the plain form's: {', '.join(wrong)}")
+
+
+def write(figures: dict[str, Any], path: pathlib.Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def check(args: argparse.Namespace) -> list[Shape]:
@@ -93,40 +100,44 @@ def check(args: argparse.Namespace) -> list[Shape]:
 
 def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
     """Measures, one row after the other."""
-    wanted = [op for op in operations() if not args.ops or op.name.startswith(tuple(args.ops)) or op.name == "copy"]
-    todo = list(itertools.product(shapes, args.density, wanted))
+    chosen = [op for op in operations() if not args.ops or op.name.startswith(tuple(args.ops)) or op.name == "copy"]
+    todo = list(itertools.product(shapes, args.density, chosen))
+    torch = None if args.implementation or args.check or args.tune else cuda_torch()
     # On the standard error, so that the table can be redirected.
-    for shape, density, operation in rich.progress.track(
-        todo, "timing", console=rich.console.Console(file=sys.stderr), transient=True
-    ):
-        k = shape.k(density)
-        where = {"operation": operation.name, "model": shape.name, "n": shape.n, "density": density, "k": k}
-        for form, options, make in forms(operation, shape.n, k, args):
-            yield where | measure(operation, form, options, make, shape.n, k, args)
-            gc.collect()
-        torch = None if args.implementation or args.check or args.tune else cuda_torch()
+    console = rich.console.Console(file=sys.stderr)
+    for shape, density, operation in rich.progress.track(todo, "measuring", console=console, transient=True):
+        n, k = shape.n, shape.k(density)
+        where = {"operation": operation.name, "model": shape.name, "n": n, "density": density, "k": k}
+        sets = inputs(operation, n, k, args)
+        result = None
+        if args.tune or args.check or {"xla"} != {*(args.implementation or operation.forms)}:
+            result = jax.jit(operation.ours(n, k, "xla"))(*sets[0])
+        for form, options, make in forms(operation, n, k, args):
+            # Others choose other elements where there are ties, or in no order.
+            kernel = form.split(",")[0] in IMPLEMENTATIONS and form != "xla"
+            figures = measure(operation, make, n, k, sets, args, result if kernel else None)
+            yield where | {"form": form, "options": options} | figures
         if torch and operation.torch:
-            sets = inputs(operation, shape.n, k, args)
             times = time_calls(*torch_calls(torch, operation, k, sets), args.groups, args.seconds)
-            yield where | figures_of("torch", {}, operation, shape.n, k, times)
+            yield where | {"form": "torch", "options": {}} | figures_of(operation, n, k, times)
+        gc.collect()
 
 
 def forms(operation: Operation, n: int, k: int, args: argparse.Namespace) -> Iterator[tuple[str, dict, Callable]]:
     """The forms of an operation that are asked for: each one's name, options and function."""
     ours = [*operation.forms, *(["interpret"] if "triton" in operation.forms else [])]
-    asked = args.implementation or operation.forms
-    if args.tune:
-        for form in [form for form in ours if form in asked and form != "xla"]:
+    ours = [form for form in ours if form in (args.implementation or operation.forms) or operation.name == "copy"]
+    if args.tune and operation.tuned:
+        for form in [form for form in ours if form in ("triton", "interpret")]:
             for values in itertools.product(*operation.options.values()):
                 options = dict(zip(operation.options, values, strict=True))
-                if options:
-                    yield form, options, operation.ours(n, k, form, **options)
-        return
-    for form in [form for form in ours if form in asked or operation.name == "copy"]:
-        yield form, {}, operation.ours(n, k, form)
-    if not (args.implementation or args.check):
-        for name, make in operation.beside.items():
-            yield name, {}, make(n, k)
+                yield form, options, operation.tuned(n, k, form == "interpret", **options)
+    elif not args.tune or operation.name == "copy":
+        for form in ours:
+            yield form, {}, operation.ours(n, k, form)
+        if not (args.implementation or args.check or args.tune):
+            for name, make in operation.beside.items():
+                yield name, {}, make(n, k)
 
 
 def inputs(operation: Operation, n: int, k: int, args: argparse.Namespace) -> list[list[jax.Array]]:
@@ -138,24 +149,24 @@ def inputs(operation: Operation, n: int, k: int, args: argparse.Namespace) -> li
 
 def measure(
     operation: Operation,
-    form: str,
-    options: dict[str, Any],
     make: Callable[..., Any],
     n: int,
     k: int,
+    sets: list[list[jax.Array]],
     args: argparse.Namespace,
+    wanted: Any,
 ) -> dict[str, Any]:
-    """Compiles, compares, and times."""
-    sets = inputs(operation, n, k, args)
-    run = jax.jit(make, donate_argnums=operation.donate).lower(*sets[0]).compile()
-    right = None
-    if form in IMPLEMENTATIONS and form != "xla":
-        plain = jax.jit(operation.ours(n, k, "xla"))
-        right = alike(jax.jit(make)(*sets[0]), plain(*sets[0]), operation.exact)
-    if args.check:
-        return figures_of(form, options, operation, n, k, None, right)
-    times = time_calls(jax_calls(run, sets, operation.donate), jax.block_until_ready, args.groups, args.seconds)
-    return figures_of(form, options, operation, n, k, times, right, run.memory_analysis())
+    """Compiles, compares with what is wanted, where something is, and times."""
+    # What is overwritten is a copy.
+    sets = [[jnp.copy(x) if i in operation.donate else x for i, x in enumerate(given)] for given in sets]
+    compiled = jax.jit(make, donate_argnums=operation.donate).lower(*sets[0]).compile()
+    call = jax_calls(compiled, sets, operation.donate)
+    got, right = call(0), None
+    if wanted is not None:
+        right = alike(got, wanted, operation.exact)
+    del got
+    times = None if args.check else time_calls(call, jax.block_until_ready, args.groups, args.seconds)
+    return figures_of(operation, n, k, times, right, compiled.memory_analysis())
 
 
 def alike(got: Any, wanted: Any, exact: bool) -> bool:
@@ -170,28 +181,21 @@ def alike(got: Any, wanted: Any, exact: bool) -> bool:
 
 
 def figures_of(
-    form: str,
-    options: dict[str, Any],
-    operation: Operation,
-    n: int,
-    k: int,
-    times: list[float] | None,
-    right: bool | None = None,
-    memory: Any = None,
+    operation: Operation, n: int, k: int, times: list[float] | None, right: bool | None = None, memory: Any = None
 ) -> dict[str, Any]:
-    """A row."""
+    """What is told of a form."""
     moved = operation.moved(n, k)
-    row = {"form": form, "options": options, "bytes_an_element": moved / n, "right": right}
+    figures = {"bytes_an_element": moved / n, "right": right}
     if times:
         median = statistics.median(times)
-        row |= {
+        figures |= {
             "microseconds": 1e6 * median,
             "least_microseconds": 1e6 * min(times),
             "most_microseconds": 1e6 * max(times),
             "gigabytes_a_second": 1e-9 * moved / median,
             "temporary_bytes_an_element": memory.temp_size_in_bytes / n if memory else None,
         }
-    return row
+    return figures
 
 
 def compare(figures: dict[str, Any]) -> None:
@@ -218,9 +222,9 @@ def show(figures: dict[str, Any], console: rich.console.Console) -> None:
         f"{rate:,.0f} GB/s. temp: temporary bytes an element. over top_k, torch: how many times as fast.",
     )
     for name in ("operation", "form"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("n", "k / n", "µs", "least to most", "B", "of copy", "temp", "over top_k", "over torch", "right"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in figures["rows"]:
         options = " ".join(f"{name}={value}" for name, value in row["options"].items())
         timed = [""] * 7

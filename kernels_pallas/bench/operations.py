@@ -3,6 +3,7 @@
 Tests lower and compile the same rows for GPUs, so that a new operation is one row here.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ class Operation(NamedTuple):
       beside: by name, what else does the same: makes a function of the inputs, with the same donation.
       torch: the same in PyTorch: of ``(torch, k, *tensors)``, in place.
       exact: whether all forms give the same bits; sums of floats are the same to rounding.
-      options: what may be tuned, and the values to try; ``ours`` takes them by name.
+      tuned: makes of ``n``, ``k``, and whether to interpret, the Triton form with options, given by name.
+      options: these, and the values to try.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Operation(NamedTuple):
     beside: Mapping[str, Make] = {}
     torch: Callable[..., Any] | None = None
     exact: bool = True
+    tuned: Callable[..., Callable[..., Any]] | None = None
     options: Mapping[str, Sequence[Any]] = {}
 
 
@@ -93,12 +96,12 @@ def draw(names: Sequence[str], n: int, k: int, seed: int, clustered: bool = Fals
     return [makes[name]() for name in names]
 
 
-def implementation_of(function: Callable[..., Any], **names: str) -> Callable[..., Callable[..., Any]]:
-    """Makes an operation's row of a public function of arrays."""
+def public(function: Callable[..., Any], kept: str | None = None) -> Callable[..., Callable[..., Any]]:
+    """Makes a public function a row's ``ours``; ``kept`` is its parameter for how many are kept."""
 
-    def ours(n: int, k: int, implementation: str, **options: Any) -> Callable[..., Any]:
-        static = {parameter: {"k": k}[value] for parameter, value in names.items()}
-        return lambda *args: function(*args, **static, **options, implementation=implementation)
+    def ours(n: int, k: int, implementation: str) -> Callable[..., Any]:
+        static = {kept: k} if kept else {}
+        return lambda *args: function(*args, **static, implementation=implementation)
 
     return ours
 
@@ -107,6 +110,44 @@ def accumulate(n: int, k: int, implementation: str) -> Callable[..., Any]:
     return lambda gradient, residual, level: kernels_pallas.accumulate_and_select(
         gradient, residual, level, k, implementation=implementation
     )
+
+
+def accumulate_tuned(n: int, k: int, interpret: bool = False, **options: Any) -> Callable[..., Any]:
+    from ..accumulate_and_select import triton
+
+    def run(gradient, residual, level):
+        always = jnp.int32(0), jnp.array(True)
+        static = {"capacity": k, "limit": math.inf, "clear": True, "interpret": interpret}
+        return triton.accumulate_and_select(gradient, residual, level, *always, **static, **options)
+
+    return run
+
+
+def select_tuned(n: int, k: int, interpret: bool = False, **options: Any) -> Callable[..., Any]:
+    from ..select_above import triton
+
+    return lambda x, threshold: triton.select_above(
+        x, threshold, jnp.int32(0), capacity=k, interpret=interpret, **options
+    )
+
+
+def statistics_tuned(n: int, k: int, interpret: bool = False, **options: Any) -> Callable[..., Any]:
+    from ..magnitude_statistics import triton
+
+    return lambda x, thresholds: triton.magnitude_statistics(x, thresholds, None, interpret=interpret, **options)
+
+
+def add_tuned(n: int, k: int, interpret: bool = False, **options: Any) -> Callable[..., Any]:
+    from ..add_sparse import triton
+
+    return lambda x, values, indices: (
+        triton.add_sparse(x, values[None], indices[None], interpret=interpret, **options),
+    )
+
+
+def two_passes(make: Callable[..., Any]) -> Make:
+    """The Triton form without slots: every block is read a second time."""
+    return lambda n, k: make(n, k, slots=0)
 
 
 def accumulate_by(top_k: Callable[..., Any]) -> Make:
@@ -203,6 +244,8 @@ def copy(n: int, k: int, implementation: str) -> Callable[..., Any]:
     return lambda x: x + 1
 
 
+BLOCKS = {"block": (1024, 2048, 4096, 8192)}
+SLOTS = {"slots": (0, 32, 64, 128, 256)}
 TOP_K = {"lax.top_k": lax.top_k, "lax.approx_max_k": lax.approx_max_k}
 
 
@@ -211,6 +254,7 @@ def operations() -> list[Operation]:
     accumulating = {
         **{name: accumulate_by(top_k) for name, top_k in TOP_K.items()},
         "jnp.nonzero": accumulate_by_nonzero,
+        "triton, two passes": two_passes(accumulate_tuned),
     }
     return [
         Operation("copy", ("x",), copy, lambda n, k: 8 * n, forms=("xla",)),
@@ -222,6 +266,8 @@ def operations() -> list[Operation]:
             donate=(1,),
             beside=accumulating,
             torch=accumulate_in_torch,
+            tuned=accumulate_tuned,
+            options=BLOCKS | SLOTS,
         ),
         Operation(
             "accumulate_and_select, bfloat16",
@@ -231,41 +277,47 @@ def operations() -> list[Operation]:
             donate=(1,),
             beside=accumulating,
             torch=accumulate_in_torch,
+            tuned=accumulate_tuned,
+            options=BLOCKS | SLOTS,
         ),
         Operation(
             "select_above",
             ("x", "threshold"),
-            implementation_of(kernels_pallas.select_above, capacity="k"),
+            public(kernels_pallas.select_above, "capacity"),
             lambda n, k: 4 * n + 8 * k,
-            beside={"jnp.nonzero": nonzero},
+            beside={"jnp.nonzero": nonzero, "triton, two passes": two_passes(select_tuned)},
+            tuned=select_tuned,
+            options=BLOCKS | SLOTS,
         ),
         Operation(
             "count_above",
             ("x", "threshold"),
-            implementation_of(kernels_pallas.count_above),
+            public(kernels_pallas.count_above),
             lambda n, k: 4 * n,
             beside={"jnp.sum": lambda n, k: lambda x, threshold: jnp.sum(jnp.abs(x) >= threshold, dtype=jnp.int32)},
         ),
         Operation(
             "magnitude_statistics",
             ("x", "thresholds"),
-            implementation_of(kernels_pallas.magnitude_statistics),
+            public(kernels_pallas.magnitude_statistics),
             lambda n, k: 4 * n,
             beside={"jnp": statistics},
             exact=False,
+            tuned=statistics_tuned,
+            options=BLOCKS,
         ),
         Operation(
             "count_above_many",
             ("x", "thresholds"),
-            implementation_of(kernels_pallas.count_above_many),
+            public(kernels_pallas.count_above_many),
             lambda n, k: 4 * n,
             beside={"jnp.sum": counts},
         ),
-        Operation("norms", ("x",), implementation_of(kernels_pallas.norms), lambda n, k: 4 * n, exact=False),
+        Operation("norms", ("x",), public(kernels_pallas.norms), lambda n, k: 4 * n, exact=False),
         Operation(
             "kth_magnitude",
             ("x",),
-            implementation_of(kernels_pallas.kth_magnitude, k="k"),
+            public(kernels_pallas.kth_magnitude, "k"),
             lambda n, k: 4 * n,
             beside={name: kth_by(top_k) for name, top_k in TOP_K.items()},
             torch=lambda torch, k, x: torch.topk(x.abs(), k, sorted=False).values.min(),
@@ -273,7 +325,7 @@ def operations() -> list[Operation]:
         Operation(
             "select_top_k",
             ("x",),
-            implementation_of(kernels_pallas.select_top_k, k="k"),
+            public(kernels_pallas.select_top_k, "k"),
             lambda n, k: 4 * n + 8 * k,
             beside={name: largest_by(top_k) for name, top_k in TOP_K.items()},
             torch=lambda torch, k, x: torch.topk(x.abs(), k, sorted=False),
@@ -281,7 +333,7 @@ def operations() -> list[Operation]:
         Operation(
             "select_ms_top_k",
             ("x",),
-            implementation_of(kernels_pallas.select_ms_top_k, k="k"),
+            public(kernels_pallas.select_ms_top_k, "k"),
             lambda n, k: 4 * n + 8 * k,
             beside={name: largest_by(top_k) for name, top_k in TOP_K.items()},
         ),
@@ -292,6 +344,8 @@ def operations() -> list[Operation]:
             lambda n, k: 16 * k,
             donate=(0,),
             beside={"dense temporary": add_dense},
+            tuned=add_tuned,
+            options={"block": (128, 256, 512, 1024), "warps": (2, 4, 8)},
         ),
         Operation(
             f"add_sparse, {LISTS} lists",

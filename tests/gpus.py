@@ -1,0 +1,77 @@
+"""Compiling for GPUs that are not there, with JAX's CUDA plugin: ``make test`` installs it where it can."""
+
+import functools
+import importlib.util
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="compiling for GPUs needs jax-cuda13-plugin: make .venv/cuda.stamp",
+)
+H200 = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+
+
+def devices(topology: str) -> list[Any]:
+    """Devices to compile for, and not to run on: ``"1x8x1"`` is eight GPUs in one machine."""
+    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology=topology).devices
+
+
+class Kernel:
+    """One function of the machine's, as PTX."""
+
+    def __init__(self, text: str):
+        self.name = re.search(r"\.entry (\w+)\(", text)[1]
+        self.text = text
+
+    def accesses(self, what: str) -> list[int]:
+        """The bytes that a thread takes in each access to the GPU's memory that no mask guards; ``what``: ld or st."""
+        found = re.findall(rf"^\s*{what}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.text, flags=re.M)
+        inline = re.findall(rf";\s*(?<!@){what}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.text)
+        return [int(lanes or 1) * int(bits) // 8 for lanes, bits in (*found, *inline)]
+
+
+class Compiled:
+    """A program compiled for one H200: its text, its memory, and its kernels."""
+
+    def __init__(self, fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, donate: tuple[int, ...] = ()):
+        mesh = Mesh(np.array(devices("1x1x1")), ("gpu",))
+        here = NamedSharding(mesh, PartitionSpec())
+        args = [jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=here) for arg in args]
+        with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
+            options = {
+                "xla_gpu_autotune_level": 0,
+                "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+                "xla_dump_to": folder,
+                "xla_dump_emitter_re": "ptx",
+                # The tests' own setting is for programs that run once.
+                "xla_backend_optimization_level": 3,
+                "xla_llvm_disable_expensive_passes": False,
+            }
+            self.program = jax.jit(fn, donate_argnums=donate).lower(*args).compile(compiler_options=options)
+            dumped = "".join(path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx")))
+        self.text = self.program.as_text()
+        self.memory = self.program.memory_analysis()
+        # XLA's own fusions are the compiler's affair.
+        entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]
+        custom = set(re.findall(r'name = "(\w+)", num_stages', self.text))
+        self.kernels = [kernel for kernel in map(Kernel, entries) if kernel.name in custom]
+
+
+@functools.cache
+def target() -> Any:
+    """What a program is lowered for without the plugin, in versions of JAX that ask for it."""
+    mesh = jax.sharding
+    if not hasattr(mesh, "AbstractDevice"):
+        return None
+    device = mesh.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return mesh.AbstractMesh((), (), abstract_device=device)
