@@ -3,6 +3,7 @@
 from . import bitmap
 from ._implementation import using
 from ._varying import varying_as, varying_axes
+from .accumulate_and_select import accumulate_and_select
 from .add_sparse import add_sparse
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
@@ -14,6 +15,7 @@ from .select_top_k import select_top_k
 
 __all__ = [
     "MagnitudeStatistics",
+    "accumulate_and_select",
     "add_sparse",
     "bitmap",
     "count_above",

@@ -61,10 +61,10 @@ class Compiled:
             dumped = "".join(path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx")))
         self.text = self.program.as_text()
         self.memory = self.program.memory_analysis()
-        # XLA's own fusions are the compiler's affair.
         entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]
-        custom = set(re.findall(r'name = "(\w+)", num_stages', self.text))
-        self.kernels = [kernel for kernel in map(Kernel, entries) if kernel.name in custom]
+        # XLA's own fusions are the compiler's affair. It numbers kernels of the same name.
+        ours = set(re.findall(r'name = "(\w+)", num_stages', self.text))
+        self.kernels = [kernel for kernel in map(Kernel, entries) if re.sub(r"_\d+$", "", kernel.name) in ours]
 
 
 @functools.cache

@@ -65,8 +65,8 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Blocks whose staged hits one program moves: as many slots as a block has elements."""
-        return self.block // self.slots if self.slots else 1
+        """Blocks whose staged hits one program moves: half as many slots as a block has elements."""
+        return max(self.block // (2 * self.slots), 1) if self.slots else 1
 
     @property
     def movers(self) -> int:

@@ -40,6 +40,8 @@ def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
 def take(x: jax.Array, words: jax.Array, capacity: int, start: ArrayLike = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The values, indices and count of the elements of ``x`` that a bitmap marks."""
     indices, count = bitmap.members(words, capacity, x.shape[0], start)
+    if not x.shape[0]:
+        return jnp.zeros(capacity, x.dtype), indices, count
     return x.at[indices].get(mode="fill", fill_value=0), indices, count
 
 
