@@ -1,6 +1,5 @@
 """Compiling for GPUs that are not there, with JAX's CUDA plugin: ``make test`` installs it where it can."""
 
-import functools
 import importlib.util
 import pathlib
 import re
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
@@ -35,9 +34,8 @@ class Kernel:
 
     def accesses(self, what: str) -> list[int]:
         """The bytes that a thread takes in each access to the GPU's memory that no mask guards; ``what``: ld or st."""
-        found = re.findall(rf"^\s*{what}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.text, flags=re.M)
-        inline = re.findall(rf";\s*(?<!@){what}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.text)
-        return [int(lanes or 1) * int(bits) // 8 for lanes, bits in (*found, *inline)]
+        found = re.findall(rf"(?:^|;)[ \t]*{what}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.text, flags=re.M)
+        return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
 
 
 class Compiled:
@@ -63,15 +61,18 @@ class Compiled:
         self.memory = self.program.memory_analysis()
         entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]
         # XLA's own fusions are the compiler's affair. It numbers kernels of the same name.
-        ours = set(re.findall(r'name = "(\w+)", num_stages', self.text))
-        self.kernels = [kernel for kernel in map(Kernel, entries) if re.sub(r"_\d+$", "", kernel.name) in ours]
+        ours = "|".join(set(re.findall(r'name = "(\w+)", num_stages', self.text)))
+        entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]
+        self.kernels = [kernel for kernel in map(Kernel, entries) if re.fullmatch(rf"({ours})(_+\d+)?", kernel.name)]
+
+    @property
+    def reader(self) -> Kernel:
+        """The kernel that reads most at a time."""
+        return max(self.kernels, key=lambda kernel: kernel.accesses("ld").count(16))
 
 
-@functools.cache
-def target() -> Any:
-    """What a program is lowered for without the plugin, in versions of JAX that ask for it."""
-    mesh = jax.sharding
-    if not hasattr(mesh, "AbstractDevice"):
-        return None
-    device = mesh.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    return mesh.AbstractMesh((), (), abstract_device=device)
+def lowered(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> str:
+    """What JAX hands to the compiler for an H200, without the plugin."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

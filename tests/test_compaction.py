@@ -150,7 +150,9 @@ def test_a_context_chooses_and_float64_is_plain():
     assert str(traced).count("pallas_call[") == 3
     assert_same_bits(got, kernels_pallas.accumulate_and_select(grad, residual, 1.0, 20, start=3, implementation="xla"))
     with jax.enable_x64(True):
-        got = kernels_pallas.accumulate_and_select(grad, residual.astype(np.float64), 1.0, 20, implementation="interpret")
+        got = kernels_pallas.accumulate_and_select(
+            grad, residual.astype(np.float64), 1.0, 20, implementation="interpret"
+        )
         assert got[0].dtype == got[3].dtype == jnp.float64
         assert got[1].dtype == got[2].dtype == jnp.int32
         narrow = kernels_pallas.accumulate_and_select(grad, residual, 1.0, 20, implementation="interpret")

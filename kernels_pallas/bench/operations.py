@@ -292,8 +292,9 @@ def operations() -> list[Operation]:
         Operation(
             "count_above",
             ("x", "threshold"),
-            public(kernels_pallas.count_above),
+            lambda n, k, implementation: kernels_pallas.count_above,
             lambda n, k: 4 * n,
+            forms=("xla",),
             beside={"jnp.sum": lambda n, k: lambda x, threshold: jnp.sum(jnp.abs(x) >= threshold, dtype=jnp.int32)},
         ),
         Operation(
