@@ -64,6 +64,25 @@ def test_wrong_results_end_it(monkeypatch, tmp_path):
         run(tmp_path, "--check")
 
 
+def test_a_form_that_fails_does_not_end_it(monkeypatch, tmp_path, capsys):
+    def fails(n, k, implementation):
+        def run(x):
+            if implementation == "interpret":
+                raise RuntimeError("out of memory")
+            return x + 1
+
+        return run
+
+    copy = next(op for op in operations() if op.name == "copy")
+    rows = [Operation("one that fails", ("x",), fails, lambda n, k: 8 * n), copy]
+    monkeypatch.setattr(bench, "operations", lambda: rows)
+    with pytest.raises(SystemExit, match="some forms failed"):
+        run(tmp_path)
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [("failed" in row, "share_of_copy" in row) for row in rows] == [(False, True), (True, False), (False, True)]
+    assert "out of memory" in capsys.readouterr().err
+
+
 def test_inputs_in_turn_exceed_the_cache(monkeypatch):
     monkeypatch.undo()
     for shape in shapes.MODELS:

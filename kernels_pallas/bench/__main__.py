@@ -72,9 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         compare(figures)
         write(figures, args.json)
     show(figures, console)
+    for row in figures["rows"]:
+        if "failed" in row:
+            print(f"{row['operation']} ({row['form']}) at n = {row['n']:,}: {row['failed']}", file=sys.stderr)
     wrong = sorted({f"{row['operation']} ({row['form']})" for row in figures["rows"] if row["right"] is False})
     if wrong:
         sys.exit(f"results differ from the plain form's: {', '.join(wrong)}")
+    if any("failed" in row for row in figures["rows"]):
+        sys.exit("some forms failed")
 
 
 def write(figures: dict[str, Any], path: pathlib.Path | None) -> None:
@@ -115,7 +120,10 @@ def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, An
         for form, options, make in forms(operation, n, k, args):
             # Others choose other elements where there are ties, or in no order.
             kernel = form.split(",")[0] in IMPLEMENTATIONS and form != "xla"
-            figures = measure(operation, make, n, k, sets, args, result if kernel else None)
+            try:
+                figures = measure(operation, make, n, k, sets, args, result if kernel else None)
+            except RuntimeError as error:  # Out of memory, say, or not to be compiled: the rest goes on.
+                figures = {"right": None, "failed": str(error)}
             yield where | {"form": form, "options": options} | figures
         if torch and operation.torch:
             times = time_calls(*torch_calls(torch, operation, k, sets), args.groups, args.seconds)
@@ -200,13 +208,14 @@ def figures_of(
 
 def compare(figures: dict[str, Any]) -> None:
     """Adds what each row is beside others: of the copy's rate, the best in the run, and of each other way's time."""
-    copied = [row["gigabytes_a_second"] for row in figures["rows"] if row["operation"] == "copy"]
-    figures["copy_gigabytes_a_second"] = max(copied)
-    for row in figures["rows"]:
-        row["share_of_copy"] = row["gigabytes_a_second"] / max(copied)
+    timed = [row for row in figures["rows"] if "microseconds" in row]
+    copied = max(row["gigabytes_a_second"] for row in timed if row["operation"] == "copy")
+    figures["copy_gigabytes_a_second"] = copied
+    for row in timed:
+        row["share_of_copy"] = row["gigabytes_a_second"] / copied
         row["times_as_fast_as"] = {
             other["form"]: other["microseconds"] / row["microseconds"]
-            for other in figures["rows"]
+            for other in timed
             if other is not row and all(other[key] == row[key] for key in ("operation", "n", "density"))
         }
 
@@ -238,7 +247,7 @@ def show(figures: dict[str, Any], console: rich.console.Console) -> None:
                 "" if temporary is None else f"{temporary:.2f}",
                 *(f"{beside[name]:.1f}" if name in beside else "" for name in ("lax.top_k", "torch")),
             ]
-        right = {None: "", True: "yes", False: "NO"}[row["right"]]
+        right = "failed" if "failed" in row else {None: "", True: "yes", False: "NO"}[row["right"]]
         place = [f"{row['n']:,}", f"{row['density']:.2%}"]
         table.add_row(row["operation"], f"{row['form']} {options}".strip(), *place, *timed, right)
     console.print(table)
