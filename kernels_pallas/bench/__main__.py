@@ -106,7 +106,7 @@ def check(args: argparse.Namespace) -> list[Shape]:
 def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
     """Measures, one row after the other."""
     chosen = [op for op in operations() if not args.ops or op.name.startswith(tuple(args.ops)) or op.name == "copy"]
-    todo = list(itertools.product(shapes, args.density, chosen))
+    todo = [(shape, density, op) for shape in shapes for density in args.density for op in chosen]
     torch = None if args.implementation or args.check or args.tune else cuda_torch()
     # On the standard error, so that the table can be redirected.
     console = rich.console.Console(file=sys.stderr)

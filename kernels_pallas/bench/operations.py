@@ -71,7 +71,7 @@ def draw(names: Sequence[str], n: int, k: int, seed: int, clustered: bool = Fals
 
     def gradient(dtype) -> jax.Array:
         chosen = places(k, max(n // 16, k) if clustered else n)
-        sign = rng.choice(np.float32([-SPIKE, SPIKE]), len(chosen))
+        sign = rng.choice(np.array([-SPIKE, SPIKE], np.float32), len(chosen))
         return (1e-3 * jax.random.normal(key, (n,))).at[chosen].set(sign).astype(dtype)
 
     def lists(count: int, each: int) -> jax.Array:
