@@ -1,7 +1,7 @@
-"""Calling a Pallas-Triton kernel: the little that all of them share.
+"""What every Pallas-Triton kernel needs: a call, a load and a store.
 
-Every operand is passed whole and the kernel computes its addresses: blocks cut by Pallas would be masked wherever the
-length is ragged, and a mask turns 16-byte accesses into 4-byte ones.
+Arrays are passed whole and a kernel computes its addresses. Where Pallas cuts them into blocks, a ragged length puts a
+mask on every block, and a mask turns 16-byte accesses into 4-byte ones.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ._varying import varying_as, varying_axes
+from ._varying import alike, varying_axes
 
 
 def call(
@@ -21,30 +21,29 @@ def call(
     out: Any,
     grid: int,
     warps: int,
-    interpret: bool = False,
+    interpret: bool,
     aliases: dict[int, int] | None = None,
 ) -> Any:
-    """Runs ``kernel(*args, *out)``, all of them references to whole arrays, ``grid`` times.
+    """Runs ``kernel(*args, *out)`` with references to whole arrays, ``grid`` times.
 
     Args:
-      kernel: takes a tree of references for each argument and each output.
-      *args: trees of arrays, of which all vary over the same axes in the call.
-      out: a tuple of trees of ``jax.ShapeDtypeStruct``.
+      kernel: a function of references, in trees like those of ``args`` and ``out``.
+      *args: arrays, or trees of them.
+      out: a tuple of ``jax.ShapeDtypeStruct``, or trees of them.
       grid: the number of programs.
-      warps: of 32 threads, in a program.
+      warps: of 32 threads, a program.
       interpret: runs in Pallas's interpreter, on any backend.
-      aliases: which outputs, by their place among the leaves, are written over which inputs.
+      aliases: which input is overwritten by which output, by their places among the leaves.
+
+    Returns:
+      Arrays, in a tuple like ``out``.
     """
-    leaves = jax.tree.leaves(args)
-    widest = leaves[0]
-    for leaf in leaves:
-        widest = varying_as(widest, leaf)
-    del leaves
-    args = jax.tree.map(lambda leaf: varying_as(leaf, widest), args)
-    kind = jax.typeof(widest).manual_axis_type if varying_axes(widest) else None
+    args = alike(args)
+    first = jax.tree.leaves(args)[0]
+    variance = {"manual_axis_type": jax.typeof(first).manual_axis_type} if varying_axes(first) else {}
     return pl.pallas_call(
         kernel,
-        out_shape=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, manual_axis_type=kind), out),
+        out_shape=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, **variance), out),
         grid=(grid,),
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps),
@@ -53,13 +52,13 @@ def call(
 
 
 def load(ref: Any, places: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Elements of a vector in memory; 0 where masked off."""
+    """The elements at some places of a vector; 0 where masked off."""
     return plgpu.load(ref.at[places], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def store(ref: Any, places: jax.Array, values: jax.Array, mask: jax.Array | None = None) -> None:
-    """Writes elements of a vector in memory, where the mask says so."""
+    """Writes elements to some places of a vector, where the mask says so."""
     if mask is not None:
-        # The interpreter writes back what it finds at a masked place, which may be another's: past the end it is lost.
+        # The interpreter writes what was there before to a place masked off, which may be another's: past the end.
         places = jnp.where(mask, places, ref.shape[0])
     plgpu.store(ref.at[places], values, mask=mask)

@@ -1,7 +1,11 @@
 """The type that shard_map gives to what differs between workers."""
 
+from typing import TypeVar
+
 import jax
 from jax import lax
+
+Tree = TypeVar("Tree")
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -13,3 +17,10 @@ def varying_as(value: jax.Array, x: jax.Array) -> jax.Array:
     """The value, typed as varying over the axes over which ``x`` varies: a loop's carry must keep its type."""
     axes = varying_axes(x) - varying_axes(value)
     return lax.pcast(value, tuple(axes), to="varying") if axes else value
+
+
+def alike(tree: Tree) -> Tree:
+    """A tree's arrays, each typed as varying over every axis over which one of them varies."""
+    for leaf in jax.tree.leaves(tree):
+        tree = jax.tree.map(lambda value, leaf=leaf: varying_as(value, leaf), tree)
+    return tree

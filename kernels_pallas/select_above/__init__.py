@@ -1,14 +1,19 @@
 """Compaction: the elements whose magnitude reaches a threshold, in ascending order of index."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import _check
+from .._implementation import choose
+from .._varying import alike
 from . import xla
 
 
 def select_above(
-    x: jax.Array, threshold: ArrayLike, capacity: int, *, start: ArrayLike = 0
+    x: jax.Array, threshold: ArrayLike, capacity: int, *, start: ArrayLike = 0, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes down the elements of ``x`` with ``|x| >= threshold``; zeros and NaN are never among them.
 
@@ -21,6 +26,7 @@ def select_above(
       threshold: a scalar, at least 0. At 0 every non-zero element qualifies.
       capacity: length of the result, static, at least 1.
       start: int32 scalar.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses. All give the same bits.
 
     Returns:
       ``(values, indices, count)``: shapes ``(capacity,)``, ``(capacity,)``, ``()``. Indices are int32, ascending,
@@ -28,7 +34,8 @@ def select_above(
       qualify, which may exceed ``capacity``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``capacity`` is not positive.
+      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``capacity`` is not positive; or there
+        is no such implementation.
 
     >>> values, indices, count = select_above(jnp.array([3.0, -1.0, 0.5, -4.0]), 1.0, 4)
     >>> values, indices, int(count)
@@ -36,7 +43,12 @@ def select_above(
     """
     x = _check.vector(x)
     _check.positive("capacity", capacity)
-    return xla.select_above(x, threshold, capacity, start)
+    forms = {
+        "xla": functools.partial(xla.select_above, capacity=capacity),
+        "triton": functools.partial(_triton, capacity=capacity),
+    }
+    args = alike((x, jnp.asarray(threshold, x.dtype), jnp.asarray(start, jnp.int32)))
+    return choose(implementation if x.shape[0] else "xla", forms, *args)
 
 
 def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
@@ -57,3 +69,9 @@ def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
     """
     x = _check.vector(x)
     return xla.count_above(x, threshold)
+
+
+def _triton(*args, **kwargs):
+    from . import triton  # Pallas is imported where it is used.
+
+    return triton.select_above(*args, **kwargs)

@@ -2,17 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from .. import bitmap
+from .._implementation import sees_cuda
+from .._varying import alike
 
 
 def reaches(x: jax.Array, threshold: ArrayLike) -> jax.Array:
     """Where ``|x| >= threshold``, zeros and NaN apart: an exact zero has nothing to send.
 
     Two comparisons, not an absolute value: in a loop over thresholds XLA would keep ``|x|``, an array as long as ``x``.
+    A threshold of NaN, which nothing reaches, would not survive a maximum in a Triton kernel.
     """
-    threshold = jnp.maximum(threshold, jnp.finfo(x.dtype).tiny)
+    tiny = jnp.finfo(x.dtype).tiny
+    threshold = jnp.where(threshold < tiny, tiny, threshold)
     return (x >= threshold) | (x <= -threshold)
 
 
@@ -22,14 +27,23 @@ def above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
 
 
 def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
-    return bitmap.count_mask(reaches(x, threshold))
+    """By way of a bitmap on a CPU; on a GPU by a sum, which XLA makes one read of ``x``."""
+    if not sees_cuda():
+        return bitmap.count_mask(reaches(x, threshold))
+    return lax.platform_dependent(
+        *alike((x, jnp.asarray(threshold, x.dtype))),
+        cuda=lambda x, threshold: jnp.sum(reaches(x, threshold), dtype=jnp.int32),
+        default=lambda x, threshold: bitmap.count_mask(reaches(x, threshold)),
+    )
 
 
 def take(x: jax.Array, words: jax.Array, capacity: int, start: ArrayLike = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The values, indices and count of the elements of ``x`` that a bitmap marks."""
     indices, count = bitmap.members(words, capacity, x.shape[0], start)
+    if not x.shape[0]:
+        return jnp.zeros(capacity, x.dtype), indices, count
     return x.at[indices].get(mode="fill", fill_value=0), indices, count
 
 
-def select_above(x: jax.Array, threshold: ArrayLike, capacity: int, start: ArrayLike):
+def select_above(x: jax.Array, threshold: ArrayLike, start: ArrayLike, *, capacity: int):
     return take(x, above(x, threshold), capacity, start)

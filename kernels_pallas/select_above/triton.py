@@ -1,0 +1,291 @@
+"""Compaction on a GPU in three kernels, without atomics, in the order of the indices.
+
+1. **stage**, a program a block: reads the block, ranks its hits by a cumulative sum, and writes them one after another
+   into the few slots that the block has, and their number.
+2. **rank**, one program: the number of hits before each block.
+3. **place**, a program some blocks: moves staged hits to their places in the result. A block that has more hits than
+   slots is read again and its hits are placed directly: the number of slots changes no result. With no slots that is
+   every block, the two-pass form.
+
+Nothing here decides on the host and no branch of XLA's is taken, for which a GPU's queue would have to run empty.
+
+Bytes an element, of which a share ``d`` is selected: ``4 + 24 d``, and with ``addend`` those of reading it and of
+writing the sum; the two-pass form 4 more and ``16 d`` less.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .. import bitmap
+from .._triton import call, load, store
+from .xla import reaches
+
+# Elements of a block; and warps of a program: 16 elements to a thread, and 8 where a thread needs many registers.
+BLOCK = 4096
+WARPS = 8
+PLACE_WARPS = 16
+# Slots of a block: a multiple of what it has on average, since gradients differ from layer to layer, and a least number.
+SLACK = 3
+SLOTS = 64
+# Blocks that are ranked at a time.
+CHUNK = 4096
+# Bytes of the widest access to memory.
+ACCESS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes: of the vector, of the result, of a block, and of its slots. The last two are powers of two."""
+
+    n: int
+    capacity: int
+    block: int
+    slots: int
+
+    @staticmethod
+    def of(n: int, capacity: int, block: int | None = None, slots: int | None = None) -> "Plan":
+        """Those not given are chosen by density."""
+        block = block or BLOCK
+        if slots is None:
+            wanted = max(SLACK * block * capacity / n, SLOTS)
+            # From there on staging takes more bytes than a second read.
+            slots = 0 if capacity > n / 4 else 2 ** math.ceil(math.log2(wanted))
+        return Plan(n, capacity, block, min(slots, block))
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.n, self.block)
+
+    @property
+    def group(self) -> int:
+        """Blocks whose staged hits one program moves: half as many slots as a block has elements."""
+        return max(self.block // (2 * self.slots), 1) if self.slots else 1
+
+    @property
+    def movers(self) -> int:
+        """Programs that move hits. Each takes every ``movers``-th block: a crowded region is shared out."""
+        return pl.cdiv(self.blocks, self.group)
+
+    def run(self, block: jax.Array, row: int, body: Callable[[jax.Array, jax.Array | None], None]) -> None:
+        """Runs ``body(places, mask)`` for a block, in rows of ``row`` elements; past the last block, nothing.
+
+        Only the ragged block at the end has a mask.
+        """
+        whole, rest = divmod(self.n, self.block)
+        shape = (self.block // row, row)
+        lanes = lax.broadcasted_iota(jnp.int32, shape, 0) * row + lax.broadcasted_iota(jnp.int32, shape, 1)
+        if whole:
+            pl.when(block < whole)(lambda: body(block * self.block + lanes, None))
+        if rest:
+            pl.when(block == whole)(lambda: body(block * self.block + lanes, lanes < rest))
+
+
+class Hits(NamedTuple):
+    """One column of a block's rows: what is selected, its rank in the block, values and indices: shape ``(rows,)``."""
+
+    hit: jax.Array
+    rank: jax.Array
+    value: jax.Array
+    index: jax.Array
+
+
+def find(values: jax.Array, threshold: jax.Array, begin: jax.Array) -> tuple[list[Hits], jax.Array]:
+    """The hits of a block, by columns, and their number.
+
+    A thread holds whole rows, as it loads them. Taken apart into columns they stay where they are; a vector of the
+    block would pass through shared memory once for each store to computed addresses.
+
+    Args:
+      values: shape ``(rows, row)``.
+      threshold: a scalar.
+      begin: the block's first index.
+    """
+    rows, row = values.shape
+    columns = [column.reshape(rows) for column in lax.split(values, (1,) * row, axis=1)]
+    hits = [reaches(column, threshold) for column in columns]
+    ones = [hit.astype(jnp.int32) for hit in hits]
+    in_row = sum(ones[1:], ones[0])
+    rank = jnp.cumsum(in_row, dtype=jnp.int32) - in_row
+    index = begin + lax.iota(jnp.int32, rows) * row
+    found = []
+    for j in range(row):
+        found.append(Hits(hits[j], rank, columns[j], index + j))
+        rank += ones[j]
+    return found, jnp.sum(in_row, dtype=jnp.int32)
+
+
+def compact(
+    x: jax.Array,
+    threshold: jax.Array,
+    start: jax.Array,
+    plan: Plan,
+    *,
+    addend: tuple[jax.Array, jax.Array] | None = None,
+    limit: float = math.inf,
+    clear: bool = False,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Selects from ``x``, or from a sum that overwrites it.
+
+    Args:
+      x: float32, shape ``(n,)``, ``n`` at least 1.
+      threshold: scalar of float32.
+      start: int32 scalar.
+      plan: the sizes.
+      addend: ``(grad, keep)``: shape ``(n,)``, and a scalar: where it is false nothing is added, nor selected.
+      limit: the largest magnitude of a sum.
+      clear: sets to zero those elements of the sum that are written down.
+      interpret: runs in Pallas's interpreter.
+
+    Returns:
+      ``(values, indices, count, acc)``: as :func:`kernels_pallas.select_above`; the sum, or else ``x``.
+    """
+    floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    slots = plan.blocks * plan.slots
+
+    acc, staged, counts = call(
+        lambda *refs: _stage(*refs, plan=plan, limit=limit, clear=clear),
+        x,
+        addend,
+        threshold,
+        out=(floats(plan.n) if addend else None, (floats(slots), ints(slots)) if slots else None, ints(plan.blocks)),
+        grid=plan.blocks,
+        warps=WARPS,
+        interpret=interpret,
+        aliases={0: 0} if addend else {},
+    )
+    before, count = call(
+        lambda *refs: _rank(*refs, plan=plan),
+        counts,
+        out=(ints(plan.blocks), ints()),
+        grid=1,
+        warps=WARPS,
+        interpret=interpret,
+    )
+    acc = acc if addend else x
+    cleared, values, indices = call(
+        lambda *refs: _place(*refs, plan=plan),
+        acc,
+        (threshold, staged, counts, before, count, start),
+        out=(floats(plan.n) if clear else None, floats(plan.capacity), ints(plan.capacity)),
+        grid=plan.movers + pl.cdiv(plan.capacity, plan.block),
+        warps=PLACE_WARPS,
+        interpret=interpret,
+        aliases={0: 0} if clear else {},
+    )
+    return values, indices, count, cleared if clear else acc
+
+
+def _stage(x, addend, threshold, acc, staged, counts, *, plan: Plan, limit: float, clear: bool) -> None:
+    block = pl.program_id(0)
+    narrowest = x.dtype.itemsize if addend is None else addend[0].dtype.itemsize
+
+    def body(places, mask):
+        value = load(x, places, mask)
+        least = threshold[...]
+        if addend is not None:
+            keep = addend[1][...] != 0
+            value += jnp.where(keep, load(addend[0], places, mask).astype(value.dtype), 0)
+            if limit < math.inf:  # By comparisons: Triton's minimum loses NaN.
+                value = jnp.where(value > limit, limit, jnp.where(value < -limit, -limit, value))
+            least = jnp.where(keep, least, jnp.nan)
+        found, count = find(value, least, block * plan.block)
+        counts[block] = count
+        for hits in found if plan.slots else ():
+            fits = hits.hit & (hits.rank < plan.slots)
+            slot = block * plan.slots + hits.rank
+            store(staged[0], slot, hits.value, fits)
+            store(staged[1], slot, hits.index, fits)
+        if clear:  # As if all were taken; but nothing of a block that will be read again.
+            value = jnp.where(reaches(value, least) & (count <= plan.slots), 0, value)
+        if acc is not None:
+            store(acc, places, value, mask)
+
+    plan.run(block, ACCESS // narrowest, body)
+
+
+def _rank(counts, before, total, *, plan: Plan) -> None:
+    def step(i, ranked):
+        places = i * CHUNK + lax.iota(jnp.int32, CHUNK)
+        mask = places < plan.blocks
+        here = load(counts, places, mask)
+        store(before, places, ranked + jnp.cumsum(here, dtype=jnp.int32) - here, mask)
+        return ranked + jnp.sum(here, dtype=jnp.int32)
+
+    total[...] = lax.fori_loop(0, pl.cdiv(plan.blocks, CHUNK), step, jnp.int32(0))
+
+
+def _place(acc, given: Any, cleared, values, indices, *, plan: Plan) -> None:
+    threshold, staged, counts, before, total, start = given
+    program = pl.program_id(0)
+
+    def put(hits: Hits) -> jax.Array:
+        """Writes down those of some hits that are among the ``capacity`` taken; which they are."""
+        wrapped, gap = bitmap.circle(total[...], plan.capacity, start[...])
+        place = jnp.where(hits.rank < wrapped, hits.rank, hits.rank - gap)
+        taken = hits.hit & ((hits.rank < wrapped) | (place >= wrapped)) & (place < plan.capacity)
+        store(values, place, hits.value, taken)
+        store(indices, place, hits.index, taken)
+        return taken
+
+    def move() -> jax.Array:
+        """Places the staged hits of a group of blocks; whether one of them has more than that."""
+        blocks = program + plan.movers * lax.iota(jnp.int32, plan.group)
+        count, first = (load(ref, blocks, blocks < plan.blocks)[:, None] for ref in (counts, before))
+        slot = lax.broadcasted_iota(jnp.int32, (plan.group, plan.slots), 1)
+        hit = slot < jnp.where(count > plan.slots, 0, count)
+        value, index = (load(ref, blocks[:, None] * plan.slots + slot, hit) for ref in staged)
+        taken = put(Hits(hit, first + slot, value, index))
+        if cleared is not None:  # In the first kernel already: what was not taken comes back.
+            store(cleared, index, value, hit & ~taken)
+        return jnp.max(count) > plan.slots
+
+    def again(block):
+        """Reads a block that has more hits than slots, and places them."""
+
+        def body(places, mask):
+            @pl.when(counts[block] > plan.slots)
+            def _():
+                for hits in find(load(acc, places, mask), threshold[...], block * plan.block)[0]:
+                    taken = put(hits._replace(rank=before[block] + hits.rank))
+                    if cleared is not None:
+                        store(cleared, hits.index, jnp.zeros_like(hits.value), taken)
+
+        plan.run(block, ACCESS // acc.dtype.itemsize, body)
+
+    @pl.when(program < plan.movers)
+    def _():
+        crowded = move() if plan.slots else True
+
+        @pl.when(crowded)
+        def _():
+            lax.fori_loop(0, plan.group, lambda i, _: again(program + i * plan.movers), None)
+
+    @pl.when(program >= plan.movers)
+    def _():
+        places = (program - plan.movers) * plan.block + lax.iota(jnp.int32, plan.block)
+        unused = (places >= total[...]) & (places < plan.capacity)
+        store(values, places, jnp.zeros_like(places, values.dtype), unused)
+        store(indices, places, jnp.full_like(places, plan.n), unused)
+
+
+def select_above(
+    x: jax.Array,
+    threshold: jax.Array,
+    start: jax.Array,
+    *,
+    capacity: int,
+    block: int | None = None,
+    slots: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    plan = Plan.of(x.shape[0], capacity, block, slots)
+    return compact(x, threshold, start, plan, interpret=interpret)[:3]
