@@ -49,7 +49,7 @@ def magnitude_statistics(
         if add.shape != x.shape:
             raise ValueError(f"add has shape {add.shape} and x {x.shape}; they are added element by element")
     dtype = jax.eval_shape(xla.accumulate, x, add).dtype
-    forms = {"xla": xla.magnitude_statistics, "triton": _triton}
+    forms = {"xla": xla.magnitude_statistics, "triton": _triton, "mosaic": _mosaic}
     return choose(implementation, forms, x, _check.thresholds(thresholds).astype(dtype), add)
 
 
@@ -57,3 +57,9 @@ def _triton(*args, interpret=False):
     from . import triton  # Imports Pallas, which takes a while.
 
     return triton.magnitude_statistics(*args, interpret=interpret)
+
+
+def _mosaic(*args):
+    from . import mosaic
+
+    return mosaic.magnitude_statistics(*args)

@@ -68,7 +68,8 @@ def least(thresholds: jax.Array) -> jax.Array:
 def describe(x: jax.Array) -> Part:
     """Describes a part of at least one element, after :func:`drop`; of jax.numpy only what every Pallas has."""
     largest = jnp.max(jnp.abs(x))
-    scaled = x * inverse(unit(largest))
+    # Mosaic has no bits of scalars.
+    scaled = x * inverse(unit(jnp.broadcast_to(largest, x.shape)))
     return Part(largest, jnp.sum(scaled), jnp.sum(jnp.abs(scaled)), jnp.sum(scaled * scaled))
 
 
