@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .. import _implementation
+from .._implementation import choose
+from .._varying import alike
 from . import xla
 
 # The kernel does what XLA's scatter does, and is chosen nowhere until it has been seen to beat it.
@@ -58,7 +59,7 @@ def add_sparse(
     scaled = (jnp.asarray(scale) * values).astype(dense.dtype)
     lists = (scaled, indices) if values.ndim == 2 else (scaled[None], indices[None])
     forms = {"xla": xla.add_sparse, "triton": _triton}
-    return _implementation.choose(implementation, forms, dense, *lists, on_cuda=ON_CUDA)
+    return choose(implementation, forms, *alike((dense, *lists)), on_cuda=ON_CUDA)
 
 
 def _triton(*args: jax.Array, interpret: bool = False) -> jax.Array:

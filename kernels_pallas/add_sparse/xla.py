@@ -1,9 +1,9 @@
 """Sparse into dense in plain JAX: a scatter a list."""
 
+from collections.abc import Callable
+
 import jax
 from jax import lax
-
-from .._varying import varying_as
 
 
 def add_sparse(dense: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
@@ -14,9 +14,8 @@ def add_list(dense: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Arr
     return dense.at[indices].add(values, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
-def in_order(add, dense: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
+def in_order(add: Callable[..., jax.Array], dense: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
     """Adds one list after the other by ``add``."""
-    dense = varying_as(varying_as(dense, values), indices)
     if values.shape[0] == 1:
         return add(dense, values[0], indices[0])
     return lax.scan(lambda dense, run: (add(dense, *run), None), dense, (values, indices))[0]

@@ -302,6 +302,7 @@ def operations() -> list[Operation]:
             ("x", "thresholds"),
             public(kernels_pallas.magnitude_statistics),
             lambda n, k: 4 * n,
+            forms=("xla", "triton", "mosaic"),
             beside={"jnp": statistics},
             exact=False,
             tuned=statistics_tuned,
