@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/examples.stamp
 	$(BIN)/python -m examples.train $(ARGS)
 
-test: $(VENV)/test.stamp $(VENV)/mpi.stamp
+test: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp
@@ -34,6 +34,15 @@ $(VENV)/mpi.stamp: $(VENV)/test.stamp
 		CUDA_PATH=$$none PATH="$(abspath $(BIN)):$$PATH" \
 		$(BIN)/python -m pip install --quiet --no-cache-dir --editable '.[mpi]' || \
 		echo "mpi4jax could not be installed: tests of MPI will be skipped"
+	@touch $@
+
+# At best effort too: what compiles for GPUs, without one. Not into the environment, where JAX would look for the GPU at
+# every start and complain; tests/conftest.py finds it.
+$(VENV)/cuda.stamp: $(VENV)/test.stamp
+	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && rm -rf $(VENV)/cuda && \
+		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/cuda \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version || \
+		echo "JAX's CUDA plugin could not be installed: tests that compile for GPUs will be skipped"
 	@touch $@
 
 $(BIN)/python:

@@ -4,21 +4,26 @@ from . import bitmap
 from ._implementation import choose, using
 from ._varying import varying_as, varying_axes
 from .accumulate_and_select import accumulate_and_select
+from .add_sparse import add_sparse
 from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
+from .magnitude_statistics import MagnitudeStatistics, magnitude_statistics
 from .norms import norms
 from .select_above import count_above, select_above
 from .select_ms_top_k import select_ms_top_k
 from .select_top_k import select_top_k
 
 __all__ = [
+    "MagnitudeStatistics",
     "accumulate_and_select",
+    "add_sparse",
     "bitmap",
     "choose",
     "count_above",
     "count_above_many",
     "estimate_kth_magnitude",
     "kth_magnitude",
+    "magnitude_statistics",
     "norms",
     "select_above",
     "select_ms_top_k",

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 
-def vector(x: ArrayLike) -> jax.Array:
+def vector(x: ArrayLike, *, narrow: bool = False) -> jax.Array:
     x = jnp.asarray(x)
-    if x.ndim != 1 or x.dtype not in (jnp.float32, jnp.float64):
+    types = (jnp.float32, jnp.float64, *((jnp.bfloat16, jnp.float16) if narrow else ()))
+    if x.ndim != 1 or x.dtype not in types:
         raise ValueError(
             f"x has shape {x.shape} and type {x.dtype}; selection takes one vector of float32 or float64: "
             "ravel it, and cast it where it is narrower"

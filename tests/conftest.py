@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import pathlib
+import sys
 
 import jax
 import pytest
@@ -12,6 +13,12 @@ import pytest
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):  # Later ones end the process at a flag that they do not know.
     CHEAP += " --xla_cpu_use_fusion_emitters=false"
+
+# What compiles for GPUs stands apart: found by every process, it would complain that there is none.
+PLUGIN = pathlib.Path(sys.prefix) / "cuda"
+if PLUGIN.is_dir():
+    sys.path.append(str(PLUGIN))
+    jax.config.update("jax_platforms", "cpu")
 
 PROCESS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count(1)

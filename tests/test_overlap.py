@@ -4,7 +4,6 @@ The latter needs JAX's CUDA plugin, and no GPU; docs/extending.md says how to in
 """
 
 import functools
-import importlib.util
 import itertools
 import re
 from typing import NamedTuple
@@ -14,56 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
+from gpus import devices, needs_plugin
 from jsparse._traffic import COLLECTIVES
 
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="compiling for GPUs needs jax-cuda13-plugin"
-)
 AXIS = "workers"
 # From the backward pass's point of view the last is the first. Equal sizes would be fused together.
 WIDTHS = (128, 160, 192, 224, 128)
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability 9.0a"
-  device_address_bits: 64
-  name: "NVIDIA H200"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.12.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
 PRESETS = {
     "dense": lambda: jsparse.dense(AXIS, bucket_bytes=1),
     "topk_allgather": lambda: jsparse.topk_allgather(AXIS, density=0.01, scope="leaf", dense_below=10_000),
@@ -157,8 +116,7 @@ def compiled(preset: str) -> str:
     tx = optax.chain(PRESETS[preset](), optax.sgd(0.1))
     params = [{"b": jnp.zeros(m), "w": jnp.zeros((n, m))} for n, m in itertools.pairwise(WIDTHS)]
     here = jsparse.train_step(loss_fn, tx, Mesh(np.array(jax.devices()[:8]), (AXIS,)), AXIS).init(params)
-    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x8x1").devices
-    mesh = Mesh(np.array(devices), (AXIS,))
+    mesh = Mesh(np.array(devices("1x8x1")), (AXIS,))
 
     def there(x, spec):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

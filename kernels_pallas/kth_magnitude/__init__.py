@@ -1,14 +1,17 @@
 """The exact k-th largest magnitude."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import _check
+from .._implementation import choose
 from . import xla
 
 
-def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
+def kth_magnitude(x: jax.Array, k: int, *, implementation: str | None = None) -> jax.Array:
     """Computes the k-th largest ``|x|``, exactly: the threshold above or at which ``k`` elements stand, ties apart.
 
     Reads ``x`` once for most inputs. A NaN counts as 0; with ``k >= n`` the result is 0.
@@ -16,22 +19,26 @@ def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
 
     Returns:
       A scalar of the type of ``x``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``k`` is not positive.
+      ValueError: ``x`` is not one vector of float32 or float64, too long, ``k`` is not positive, or there is no
+        such ``implementation``.
 
     >>> kth_magnitude(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
     Array(3., dtype=float32)
     """
     x = _check.vector(x)
     _check.positive("k", k)
-    return xla.kth_magnitude(x, k)
+    return _choose(implementation, functools.partial(xla.kth_magnitude, k=k), x)
 
 
-def estimate_kth_magnitude(x: jax.Array, k: ArrayLike, *, sample: int = 65536) -> jax.Array:
+def estimate_kth_magnitude(
+    x: jax.Array, k: ArrayLike, *, sample: int = 65536, implementation: str | None = None
+) -> jax.Array:
     """Estimates the k-th largest ``|x|`` from one element in each of ``sample`` stretches, without reading the rest.
 
     The number of elements that reach the estimate has relative standard deviation ``sqrt(n / (sample * k))``. Vectors
@@ -41,13 +48,25 @@ def estimate_kth_magnitude(x: jax.Array, k: ArrayLike, *, sample: int = 65536) -
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: a rank, or int32 ranks of shape ``(m,)``; at least 1.
       sample: static, at least 1.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
 
     Returns:
       Magnitudes of the type of ``x`` and the shape of ``k``; 0 where ``k > n``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, or too long, or ``sample`` is not positive.
+      ValueError: ``x`` is not one vector of float32 or float64, or too long, ``sample`` is not positive, or there is no
+        such ``implementation``.
     """
     x = _check.vector(x)
     _check.positive("sample", sample)
-    return xla.estimate_kth_magnitude(x, jnp.asarray(k, jnp.int32), sample)
+    estimate = functools.partial(xla.estimate_kth_magnitude, sample_size=sample)
+    return _choose(implementation, estimate, x, jnp.asarray(k, jnp.int32))
+
+
+def _choose(implementation, algorithm, *args):
+    def on_gpu(*args, interpret=False):
+        from . import triton  # Imports Pallas, which takes a while.
+
+        return algorithm(*args, primitives=triton.primitives(interpret))
+
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, *args)

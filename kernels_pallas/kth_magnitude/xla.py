@@ -8,6 +8,7 @@ superset. Whether the superset holds the k-th is checked, not assumed.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +22,6 @@ from ..select_above.xla import above, count_above, take
 SAMPLE = 65536
 # How many standard deviations of the sampled rank the superset leaves on either side of k.
 MARGIN = 4
-
-
-def kth_magnitude(x: jax.Array, k: int) -> jax.Array:
-    if k >= x.shape[0]:
-        return jnp.zeros((), x.dtype)
-    capacity = superset_capacity(x.shape[0], k)
-    if capacity is None:
-        return search(x, k)
-    values, _, holds = superset(x, k, capacity)
-    return lax.cond(holds, lambda: search(values, k), lambda: search(x, k))
-
-
-def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int) -> jax.Array:
-    if x.shape[0] > 4 * sample_size:
-        k = jnp.maximum(jnp.round(k * (sample_size / x.shape[0])).astype(jnp.int32), 1)
-        x = sample(x, sample_size)
-    return jnp.vectorize(lambda rank: search(x, rank))(k)
 
 
 def search(x: jax.Array, k: ArrayLike) -> jax.Array:
@@ -54,6 +38,38 @@ def search(x: jax.Array, k: ArrayLike) -> jax.Array:
     return lax.bitcast_convert_type(found, x.dtype)
 
 
+class Primitives(NamedTuple):
+    """What the algorithm is made of, which a CPU and a GPU are best at in different ways.
+
+    Attributes:
+      search: the k-th largest magnitude of a vector in passes over the whole of it.
+      compact: ``(values, indices, count)`` of the elements that reach a threshold, in a given capacity.
+    """
+
+    search: Callable[[jax.Array, ArrayLike], jax.Array]
+    compact: Callable[[jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+PLAIN = Primitives(search, lambda x, threshold, capacity: take(x, above(x, threshold), capacity))
+
+
+def kth_magnitude(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> jax.Array:
+    if k >= x.shape[0]:
+        return jnp.zeros((), x.dtype)
+    capacity = superset_capacity(x.shape[0], k)
+    if capacity is None:
+        return primitives.search(x, k)
+    values, _, holds = superset(x, k, capacity, primitives)
+    return lax.cond(holds, lambda: primitives.search(values, k), lambda: primitives.search(x, k))
+
+
+def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int, primitives: Primitives = PLAIN) -> jax.Array:
+    if x.shape[0] > 4 * sample_size:
+        k = jnp.maximum(jnp.round(k * (sample_size / x.shape[0])).astype(jnp.int32), 1)
+        x = sample(x, sample_size)
+    return jnp.vectorize(lambda rank: primitives.search(x, rank))(k)
+
+
 def superset_capacity(n: int, k: int) -> int | None:
     """How many elements the superset has room for; None where searching the whole vector is as good."""
     if n <= 4 * SAMPLE:
@@ -63,7 +79,7 @@ def superset_capacity(n: int, k: int) -> int | None:
     return capacity if capacity <= n // 4 else None
 
 
-def superset(x: jax.Array, k: int, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def superset(x: jax.Array, k: int, capacity: int, primitives: Primitives) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Everything at or above a sampled lower bound of the k-th magnitude.
 
     Returns:
@@ -71,13 +87,16 @@ def superset(x: jax.Array, k: int, capacity: int) -> tuple[jax.Array, jax.Array,
       largest, or every non-zero one.
     """
     expected = k / x.shape[0] * SAMPLE
-    lower = search(sample(x, SAMPLE), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
-    values, indices, count = take(x, above(x, lower), capacity)
+    lower = primitives.search(sample(x, SAMPLE), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
+    values, indices, count = primitives.compact(x, lower, capacity)
     return values, indices, (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
 
 
 def in_superset(
-    x: jax.Array, k: int, choose: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    x: jax.Array,
+    k: int,
+    choose: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
+    primitives: Primitives = PLAIN,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ``choose`` writes down of a vector, chosen from the superset of its k largest where that is shorter.
 
@@ -88,7 +107,7 @@ def in_superset(
     capacity = superset_capacity(x.shape[0], k)
     if capacity is None:
         return choose(x)
-    values, indices, holds = superset(x, k, capacity)
+    values, indices, holds = superset(x, k, capacity, primitives)
 
     def of_superset():
         kept, places, count = choose(values)

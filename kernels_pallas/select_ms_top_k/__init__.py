@@ -1,14 +1,23 @@
 """MSTopK: approximate top-k by a search for a threshold, in ascending order of index."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import _check
+from .._implementation import choose
 from . import xla
 
 
 def select_ms_top_k(
-    x: jax.Array, k: int, *, searches: int = 30, turn: ArrayLike = 0
+    x: jax.Array,
+    k: int,
+    *,
+    searches: int = 30,
+    turn: ArrayLike = 0,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes down ``k`` elements: those above a threshold that at most ``k`` reach, and some of those just below it.
 
@@ -22,13 +31,15 @@ def select_ms_top_k(
       searches: static, at least 1: how often the interval that holds the k-th magnitude is halved. Halves have as
         many representable numbers; from the width of the type on (31, 63 for float64) the result is exact, ties apart.
       turn: int32 scalar: which window, round a circle; a caller that counts it up takes every element in turn.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
 
     Returns:
       ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
       ``n``; values have the type of ``x``, padded with 0.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``k`` or ``searches`` is not positive.
+      ValueError: ``x`` is not one vector of float32 or float64, too long, ``k`` or ``searches`` is not positive, or
+        there is no such ``implementation``.
 
     References:
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021,
@@ -41,4 +52,11 @@ def select_ms_top_k(
     x = _check.vector(x)
     _check.positive("k", k)
     _check.positive("searches", searches)
-    return xla.select_ms_top_k(x, k, searches, turn)
+    algorithm = functools.partial(xla.select_ms_top_k, k=k, searches=searches)
+
+    def on_gpu(*args, interpret=False):
+        from . import triton  # Imports Pallas, which takes a while.
+
+        return algorithm(*args, primitives=triton.primitives(interpret))
+
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x, jnp.asarray(turn))

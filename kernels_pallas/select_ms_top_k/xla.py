@@ -5,8 +5,8 @@ bisected, which takes as many steps on a vector with one huge element as on any 
 magnitude is the same in the superset that :mod:`kernels_pallas.kth_magnitude` compacts, it is taken there.
 """
 
-import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,11 +17,11 @@ from jax.typing import ArrayLike
 from .. import bitmap
 from .._varying import varying_as
 from ..count_above_many.xla import count_above_many
-from ..kth_magnitude.xla import in_superset
+from ..kth_magnitude import xla as kth_magnitude
 from ..norms.xla import norms
 from ..select_above.xla import above, take
 
-# Searches in one pass, which counts at one less than 2 to that many thresholds.
+# Searches in one pass, which counts at one less than 2 to that many thresholds. Searches come in such numbers.
 AT_ONCE = 2
 
 
@@ -36,20 +36,58 @@ class Bracket(NamedTuple):
     count: jax.Array
 
 
-def select_ms_top_k(x: jax.Array, k: int, searches: int, turn: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if k >= x.shape[0]:
-        return take(x, above(x, 0), k)
-    # Lines 1-3.
-    largest, total = norms(x)
-    mean = largest * (total / x.shape[0])
-    return in_superset(x, k, functools.partial(_choose, k=k, mean=mean, largest=largest, searches=searches, turn=turn))
+def searches_in_turn(
+    narrow: Callable[[Bracket, int], Bracket],
+    is_open: Callable[[Bracket], jax.Array],
+    bracket: Bracket,
+    searches: int,
+    n: int,
+) -> Bracket:
+    """Halves a bracket in a loop until it is found."""
+    number = varying_as(jnp.int32(0), bracket.lower)
+    return lax.while_loop(
+        lambda carry: (carry[0] < searches // AT_ONCE) & is_open(carry[1]),
+        lambda carry: (carry[0] + 1, narrow(carry[1], AT_ONCE)),
+        (number, bracket),
+    )[1]
 
 
-def _choose(
-    x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches: int, turn: ArrayLike
+class Primitives(NamedTuple):
+    """What the algorithm is made of, which a CPU and a GPU are best at in different ways.
+
+    Attributes:
+      norms: as :func:`kernels_pallas.norms`.
+      count: as :func:`kernels_pallas.count_above_many`.
+      halve: as :func:`searches_in_turn`, in a vector of ``n`` elements; it may go on where the bracket is not open.
+      superset: what the superset is made of.
+    """
+
+    norms: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    count: Callable[[jax.Array, jax.Array], jax.Array]
+    halve: Callable[..., Bracket]
+    superset: kth_magnitude.Primitives
+
+
+PLAIN = Primitives(norms, count_above_many, searches_in_turn, kth_magnitude.PLAIN)
+
+
+def select_ms_top_k(
+    x: jax.Array, turn: ArrayLike, k: int, searches: int, primitives: Primitives = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    found = _search(x, k, mean, largest, searches)
-    # Lines 25-29.
+    if k >= x.shape[0]:
+        return primitives.superset.compact(x, jnp.zeros((), x.dtype), k)
+    # Lines 1-3.
+    largest, total = primitives.norms(x)
+    mean = largest * (total / x.shape[0])
+
+    def choose(vector: jax.Array):
+        return _take(vector, k, _search(vector, k, mean, largest, searches, primitives), turn)
+
+    return kth_magnitude.in_superset(x, k, choose, primitives.superset)
+
+
+def _take(x: jax.Array, k: int, found: Bracket, turn: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lines 25-29."""
     upper = above(x, lax.bitcast_convert_type(found.upper, x.dtype))
     between = above(x, lax.bitcast_convert_type(found.lower, x.dtype)) & ~upper
     missing = k - found.count
@@ -57,7 +95,9 @@ def _choose(
     return take(x, upper | window, k)
 
 
-def _search(x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches: int) -> Bracket:
+def _search(
+    x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches: int, primitives: Primitives
+) -> Bracket:
     """Lines 4-24."""
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     tiny, infinite = (
@@ -65,7 +105,7 @@ def _search(x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches:
     )
 
     def narrow(bracket: Bracket, thresholds: jax.Array) -> Bracket:
-        counts = count_above_many(x, lax.bitcast_convert_type(thresholds, x.dtype))
+        counts = primitives.count(x, lax.bitcast_convert_type(thresholds, x.dtype))
         enough = counts <= k
         return Bracket(
             jnp.maximum(bracket.lower, jnp.max(jnp.where(enough, bracket.lower, thresholds))),
@@ -73,21 +113,24 @@ def _search(x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches:
             jnp.maximum(bracket.count, jnp.max(jnp.where(enough, counts, 0))),
         )
 
-    def proceed(carry):
-        number, bracket = carry
-        open = (bracket.upper - bracket.lower > 1) & (bracket.upper > tiny) & (bracket.count < k)
-        return (number < math.ceil(searches / AT_ONCE)) & open
-
-    def search(carry):
-        number, bracket = carry
-        parts = 2**AT_ONCE
-        cut = lax.iota(integer, parts - 1) + 1
-        whole, rest = jnp.divmod(bracket.upper - bracket.lower, parts)
-        return number + 1, narrow(bracket, bracket.lower + whole * cut + rest * cut // parts)
+    def is_open(bracket: Bracket) -> jax.Array:
+        return (bracket.upper - bracket.lower > 1) & (bracket.upper > tiny) & (bracket.count < k)
 
     # Norms of a vector with NaN in it are any numbers or none: nothing rests on them but where to look first.
     ends = [lax.bitcast_convert_type(jnp.where(jnp.isfinite(norm), norm, 0), integer) for norm in (mean, largest)]
     start = Bracket(jnp.zeros((), integer), infinite + 1, jnp.zeros((), jnp.int32))
     start = jax.tree.map(lambda leaf: varying_as(leaf, x), start)
     start = narrow(start, jnp.maximum(jnp.stack([tiny, ends[0], ends[1] + 1]), tiny))
-    return lax.while_loop(proceed, search, (varying_as(jnp.int32(0), x), start))[1]
+    searches = math.ceil(searches / AT_ONCE) * AT_ONCE
+    return primitives.halve(
+        lambda bracket, halvings: narrow(bracket, _halves(bracket, halvings)), is_open, start, searches, x.shape[0]
+    )
+
+
+def _halves(bracket: Bracket, halvings: int) -> jax.Array:
+    """Where a bracket would be cut by so many searches, one after the other, whatever each found."""
+    ends = jnp.stack([bracket.lower, bracket.upper])
+    for _ in range(halvings):
+        middle = ends[:-1] + (ends[1:] - ends[:-1]) // 2
+        ends = jnp.append(jnp.stack([ends[:-1], middle], axis=1).reshape(-1), ends[-1])
+    return ends[1:-1]

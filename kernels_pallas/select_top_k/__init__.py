@@ -1,12 +1,15 @@
 """Exact top-k by magnitude, in ascending order of index."""
 
+import functools
+
 import jax
 
 from .. import _check
+from .._implementation import choose
 from . import xla
 
 
-def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def select_top_k(x: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes down the ``k`` elements of largest magnitude, in ascending order of index.
 
     Reads ``x`` once for most inputs. Among equal magnitudes at the edge the lowest indices win; zeros and NaN are
@@ -15,13 +18,15 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
 
     Returns:
       ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
       ``n``; values have the type of ``x``, padded with 0.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``k`` is not positive.
+      ValueError: ``x`` is not one vector of float32 or float64, too long, ``k`` is not positive, or there is no
+        such ``implementation``.
 
     >>> values, indices, count = select_top_k(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
     >>> values, indices, int(count)
@@ -29,4 +34,11 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]
     """
     x = _check.vector(x)
     _check.positive("k", k)
-    return xla.select_top_k(x, k)
+    algorithm = functools.partial(xla.select_top_k, k=k)
+
+    def on_gpu(x, *, interpret=False):
+        from ..kth_magnitude import triton  # Imports Pallas, which takes a while.
+
+        return algorithm(x, primitives=triton.primitives(interpret))
+
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x)

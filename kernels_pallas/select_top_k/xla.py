@@ -1,20 +1,20 @@
 """Exact top-k in plain JAX: the k-th magnitude of a superset, then the part of the superset that reaches it."""
 
 import jax
+import jax.numpy as jnp
 
 from .. import bitmap
-from ..kth_magnitude.xla import in_superset, search
+from ..kth_magnitude.xla import PLAIN, Primitives, in_superset
 from ..select_above.xla import above, take
 
 
-def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def select_top_k(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> tuple[jax.Array, jax.Array, jax.Array]:
     if k >= x.shape[0]:
-        return take(x, above(x, 0), k)
-    return in_superset(x, k, lambda vector: _search_and_take(vector, k))
+        return primitives.compact(x, jnp.zeros((), x.dtype), k)
+    return in_superset(x, k, lambda vector: _take(vector, k, primitives.search(vector, k)), primitives)
 
 
-def _search_and_take(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    threshold = search(x, k)
+def _take(x: jax.Array, k: int, threshold: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     reached = above(x, threshold)
     equal = reached & bitmap.pack((x == threshold) | (x == -threshold))
     larger = reached & ~equal

@@ -1,0 +1,257 @@
+"""Times the operations of kernels_pallas, form by form, beside what JAX and PyTorch offer."""
+
+import argparse
+import gc
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.progress
+import rich.table
+
+from .._implementation import IMPLEMENTATIONS, sees_cuda
+from ..shapes import DENSITIES, MODELS, Shape
+from .operations import Operation, draw, operations
+from .timing import jax_calls, sets_of, time_calls
+from .torch_forms import cuda_torch, torch_calls
+
+# In sums of floats, which no two forms add in the same order.
+TOLERANCE = 1e-5
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark.
+
+    Args:
+      argv: its arguments; those of the process by default.
+    """
+    names = [operation.name for operation in operations()]
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels_pallas.bench",
+        description=__doc__,
+        epilog="Queues many calls and waits for the last; medians over groups of them; inputs in turn, more than the "
+        "cache holds. Before a kernel is timed its results are compared with the plain form's.",
+    )
+    parser.add_argument("--size", type=int, nargs="+", metavar="N", help="lengths (default: those of the papers)")
+    parser.add_argument("--density", type=float, nargs="+", default=DENSITIES, help="k / n (default: 0.001 0.01)")
+    parser.add_argument(
+        "--ops", nargs="+", metavar="NAME", help=f"operations whose names begin so (default: all: {', '.join(names)})"
+    )
+    parser.add_argument(
+        "--implementation", nargs="+", choices=IMPLEMENTATIONS, help="forms (default: all); names nothing beside them"
+    )
+    parser.add_argument("--clustered", action="store_true", help="what stands out stands in a sixteenth of the vector")
+    parser.add_argument("--groups", type=int, default=9, help="timed groups of calls (default 9)")
+    parser.add_argument("--seconds", type=float, default=0.03, help="what a group should take (default 0.03)")
+    parser.add_argument("--check", action="store_true", help="compare the results, and time nothing")
+    parser.add_argument("--tune", action="store_true", help="try the values of each operation's options instead")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures there")
+    args = parser.parse_args(argv)
+    console = rich.console.Console(width=160)
+    try:
+        shapes = check(args)
+    except ValueError as error:
+        parser.error(str(error))
+    figures = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "clustered": args.clustered,
+        "rows": [],
+    }
+    for row in rows(args, shapes):
+        figures["rows"].append(row)
+        write(figures, args.json)  # Each time: a run that is cut short has written what it had.
+    if not args.check:
+        compare(figures)
+        write(figures, args.json)
+    show(figures, console)
+    for row in figures["rows"]:
+        if "failed" in row:
+            print(f"{row['operation']} ({row['form']}) at n = {row['n']:,}: {row['failed']}", file=sys.stderr)
+    wrong = sorted({f"{row['operation']} ({row['form']})" for row in figures["rows"] if row["right"] is False})
+    if wrong:
+        sys.exit(f"results differ from the plain form's: {', '.join(wrong)}")
+    if any("failed" in row for row in figures["rows"]):
+        sys.exit("some forms failed")
+
+
+def write(figures: dict[str, Any], path: pathlib.Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def check(args: argparse.Namespace) -> list[Shape]:
+    """The shapes asked for."""
+    if not (sees_cuda() or (args.size and args.implementation and not {"triton", "mosaic"} & {*args.implementation})):
+        raise ValueError(
+            "no GPU: there is nothing to time here. To try this out on a CPU name forms that run there and a small "
+            "size, as --implementation xla interpret --size 10000"
+        )
+    if any(not 0 < density <= 1 for density in args.density):
+        raise ValueError(f"--density {args.density}; each lies above 0 and at most at 1")
+    if any(n < 1 for n in args.size or ()) or args.groups < 1:
+        raise ValueError("--size and --groups are at least 1")
+    if args.ops and not all(any(op.name.startswith(name) for op in operations()) for name in args.ops):
+        raise ValueError(f"--ops {' '.join(args.ops)}; there are {', '.join(op.name for op in operations())}")
+    return [Shape(f"{n:,}", n) for n in args.size] if args.size else list(MODELS)
+
+
+def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
+    """Measures, one row after the other."""
+    chosen = [op for op in operations() if not args.ops or op.name.startswith(tuple(args.ops)) or op.name == "copy"]
+    todo = [(shape, density, op) for shape in shapes for density in args.density for op in chosen]
+    torch = None if args.implementation or args.check or args.tune else cuda_torch()
+    # On the standard error, so that the table can be redirected.
+    console = rich.console.Console(file=sys.stderr)
+    for shape, density, operation in rich.progress.track(todo, "measuring", console=console, transient=True):
+        n, k = shape.n, shape.k(density)
+        where = {"operation": operation.name, "model": shape.name, "n": n, "density": density, "k": k}
+        sets = inputs(operation, n, k, args)
+        result = None
+        if args.tune or args.check or {"xla"} != {*(args.implementation or operation.forms)}:
+            result = jax.jit(operation.ours(n, k, "xla"))(*sets[0])
+        for form, options, make in forms(operation, n, k, args):
+            # Others choose other elements where there are ties, or in no order.
+            kernel = form.split(",")[0] in IMPLEMENTATIONS and form != "xla"
+            try:
+                figures = measure(operation, make, n, k, sets, args, result if kernel else None)
+            except RuntimeError as error:  # Out of memory, say, or not to be compiled: the rest goes on.
+                figures = {"right": None, "failed": str(error)}
+            yield where | {"form": form, "options": options} | figures
+        if torch and operation.torch:
+            times = time_calls(*torch_calls(torch, operation, k, sets), args.groups, args.seconds)
+            yield where | {"form": "torch", "options": {}} | figures_of(operation, n, k, times)
+        gc.collect()
+
+
+def forms(operation: Operation, n: int, k: int, args: argparse.Namespace) -> Iterator[tuple[str, dict, Callable]]:
+    """The forms of an operation that are asked for: each one's name, options and function."""
+    ours = [*operation.forms, *(["interpret"] if "triton" in operation.forms else [])]
+    ours = [form for form in ours if form in (args.implementation or operation.forms) or operation.name == "copy"]
+    if args.tune and operation.tuned:
+        for form in [form for form in ours if form in ("triton", "interpret")]:
+            for values in itertools.product(*operation.options.values()):
+                options = dict(zip(operation.options, values, strict=True))
+                yield form, options, operation.tuned(n, k, form == "interpret", **options)
+    elif not args.tune or operation.name == "copy":
+        for form in ours:
+            yield form, {}, operation.ours(n, k, form)
+        if not (args.implementation or args.check or args.tune):
+            for name, make in operation.beside.items():
+                yield name, {}, make(n, k)
+
+
+def inputs(operation: Operation, n: int, k: int, args: argparse.Namespace) -> list[list[jax.Array]]:
+    """Sets of inputs to take in turn."""
+    first = draw(operation.inputs, n, k, 0, args.clustered)
+    count = 1 if args.check else sets_of(sum(array.nbytes for array in first))
+    return [first, *(draw(operation.inputs, n, k, seed, args.clustered) for seed in range(1, count))]
+
+
+def measure(
+    operation: Operation,
+    make: Callable[..., Any],
+    n: int,
+    k: int,
+    sets: list[list[jax.Array]],
+    args: argparse.Namespace,
+    wanted: Any,
+) -> dict[str, Any]:
+    """Compiles, compares with what is wanted, where something is, and times."""
+    # What is overwritten is a copy.
+    sets = [[jnp.copy(x) if i in operation.donate else x for i, x in enumerate(given)] for given in sets]
+    compiled = jax.jit(make, donate_argnums=operation.donate).lower(*sets[0]).compile()
+    call = jax_calls(compiled, sets, operation.donate)
+    got, right = call(0), None
+    if wanted is not None:
+        right = alike(got, wanted, operation.exact)
+    del got
+    times = None if args.check else time_calls(call, jax.block_until_ready, args.groups, args.seconds)
+    return figures_of(operation, n, k, times, right, compiled.memory_analysis())
+
+
+def alike(got: Any, wanted: Any, exact: bool) -> bool:
+    """Whether results are the same, to the bit or to rounding."""
+
+    def same(a: jax.Array, b: jax.Array) -> bool:
+        if exact or not jnp.issubdtype(a.dtype, jnp.floating):
+            return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.floating)))
+        return bool(jnp.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
+
+    return all(jax.tree.leaves(jax.tree.map(same, got, wanted)))
+
+
+def figures_of(
+    operation: Operation, n: int, k: int, times: list[float] | None, right: bool | None = None, memory: Any = None
+) -> dict[str, Any]:
+    """What is told of a form."""
+    moved = operation.moved(n, k)
+    figures = {"bytes_an_element": moved / n, "right": right}
+    if times:
+        median = statistics.median(times)
+        figures |= {
+            "microseconds": 1e6 * median,
+            "least_microseconds": 1e6 * min(times),
+            "most_microseconds": 1e6 * max(times),
+            "gigabytes_a_second": 1e-9 * moved / median,
+            "temporary_bytes_an_element": memory.temp_size_in_bytes / n if memory else None,
+        }
+    return figures
+
+
+def compare(figures: dict[str, Any]) -> None:
+    """Adds what each row is beside others: of the copy's rate, the best in the run, and of each other way's time."""
+    timed = [row for row in figures["rows"] if "microseconds" in row]
+    copied = max(row["gigabytes_a_second"] for row in timed if row["operation"] == "copy")
+    figures["copy_gigabytes_a_second"] = copied
+    for row in timed:
+        row["share_of_copy"] = row["gigabytes_a_second"] / copied
+        row["times_as_fast_as"] = {
+            other["form"]: other["microseconds"] / row["microseconds"]
+            for other in timed
+            if other is not row and all(other[key] == row[key] for key in ("operation", "n", "density"))
+        }
+
+
+def show(figures: dict[str, Any], console: rich.console.Console) -> None:
+    """Prints the table."""
+    rate = figures.get("copy_gigabytes_a_second")
+    table = rich.table.Table(
+        title=f"{figures['device']}, jax {figures['jax']}" + (", clustered" if figures["clustered"] else ""),
+        caption=None
+        if rate is None
+        else f"B: bytes an element that the operation must move. of copy: their rate over the best copy's in this run, "
+        f"{rate:,.0f} GB/s. temp: temporary bytes an element. over top_k, torch: how many times as fast.",
+    )
+    for name in ("operation", "form"):
+        table.add_column(name, no_wrap=True)
+    for name in ("n", "k / n", "µs", "least to most", "B", "of copy", "temp", "over top_k", "over torch", "right"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in figures["rows"]:
+        options = " ".join(f"{name}={value}" for name, value in row["options"].items())
+        timed = [""] * 7
+        if "microseconds" in row:
+            temporary, beside = row["temporary_bytes_an_element"], row["times_as_fast_as"]
+            timed = [
+                f"{row['microseconds']:,.1f}",
+                f"{row['least_microseconds']:,.1f} to {row['most_microseconds']:,.1f}",
+                f"{row['bytes_an_element']:.2f}",
+                f"{row['share_of_copy']:.0%}",
+                "" if temporary is None else f"{temporary:.2f}",
+                *(f"{beside[name]:.1f}" if name in beside else "" for name in ("lax.top_k", "torch")),
+            ]
+        right = "failed" if "failed" in row else {None: "", True: "yes", False: "NO"}[row["right"]]
+        place = [f"{row['n']:,}", f"{row['density']:.2%}"]
+        table.add_row(row["operation"], f"{row['form']} {options}".strip(), *place, *timed, right)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The largest, the means and the counts that selectors ask of a vector, in one read."""
+
+import jax
+from jax.typing import ArrayLike
+
+from .. import _check
+from .._implementation import choose
+from . import xla
+from .xla import MagnitudeStatistics
+
+
+def magnitude_statistics(
+    x: jax.Array,
+    thresholds: ArrayLike = (),
+    *,
+    add: jax.Array | None = None,
+    implementation: str | None = None,
+) -> MagnitudeStatistics:
+    """Describes ``x + add``: the largest magnitude, the means, and how many elements reach each threshold.
+
+    NaN counts as 0, and so does what lies below the smallest normal number: neither is ever among the counts. The
+    means are exact to a few units in the last place of the largest of their summands, for any ``n``, and overflow only
+    where they themselves do, which the mean of squares does for magnitudes of 1.8e19 and more; an infinite element
+    makes them infinite, or the mean NaN where both infinities stand.
+
+    Args:
+      x: bfloat16, float16, float32 or float64, shape ``(n,)``, ``n < 2**31``; narrow ones are widened to float32.
+      thresholds: shape ``(m,)``, at least 0, in any order.
+      add: float32, or the type of ``x`` where that is wider; shape ``(n,)``: what ``x`` is added to before.
+      implementation: ``"xla"``, ``"triton"``, ``"mosaic"`` or ``"interpret"``; None chooses (see
+        :func:`kernels_pallas.using`).
+
+    Returns:
+      A :class:`MagnitudeStatistics`.
+
+    Raises:
+      ValueError: ``x`` is not one vector of floats, or too long, ``add`` is not its like, ``thresholds`` are not one
+        vector, or there is no such ``implementation``.
+
+    >>> found = magnitude_statistics(jnp.array([3.0, -1.0, 0.5, -4.0]), jnp.array([0.0, 1.0, 3.5]))
+    >>> float(found.largest), float(found.mean), float(found.mean_magnitude), float(found.mean_square)
+    (4.0, -0.375, 2.125, 6.5625)
+    >>> found.counts
+    Array([4, 3, 1], dtype=int32)
+    """
+    x = _check.vector(x, narrow=True)
+    if add is not None:
+        add = _check.vector(add)
+        if add.shape != x.shape:
+            raise ValueError(f"add has shape {add.shape} and x {x.shape}; they are added element by element")
+    dtype = jax.eval_shape(xla.accumulate, x, add).dtype
+    forms = {"xla": xla.magnitude_statistics, "triton": _triton, "mosaic": _mosaic}
+    return choose(implementation, forms, x, _check.thresholds(thresholds).astype(dtype), add)
+
+
+def _triton(*args, interpret=False):
+    from . import triton  # Imports Pallas, which takes a while.
+
+    return triton.magnitude_statistics(*args, interpret=interpret)
+
+
+def _mosaic(*args):
+    from . import mosaic
+
+    return mosaic.magnitude_statistics(*args)

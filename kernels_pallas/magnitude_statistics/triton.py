@@ -1,0 +1,81 @@
+"""Statistics of magnitudes in Pallas for Triton: one read, each block's description and counts written out apart.
+
+So that sums don't depend on which block runs first, and no atomics are needed. XLA combines the blocks.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .._triton import call, load
+from . import xla
+
+BLOCK = 4096
+# Elements to a thread: 32, eight accesses of 16 bytes to each array.
+WARPS = 4
+
+
+def magnitude_statistics(
+    x: jax.Array, thresholds: jax.Array, add: jax.Array | None, *, block: int = BLOCK, interpret: bool = False
+) -> xla.MagnitudeStatistics:
+    if not x.shape[0]:
+        return xla.magnitude_statistics(x, thresholds, add)
+    parts, counts = read(x, thresholds, add, describe=True, block=block, interpret=interpret)
+    return xla.combine(parts, counts, x.shape[0])
+
+
+def read(
+    x: jax.Array,
+    thresholds: jax.Array | None,
+    add: jax.Array | None = None,
+    *,
+    describe: bool,
+    block: int = BLOCK,
+    interpret: bool = False,
+) -> tuple[xla.Part, jax.Array]:
+    """The descriptions of a vector's blocks, and the counts in the whole of it; None for what is not asked for."""
+    blocks = pl.cdiv(x.shape[0], block)
+    m = thresholds.shape[0]
+    parts, counts = call(
+        functools.partial(_kernel, block=block),
+        x,
+        add,
+        thresholds if m else None,
+        out=(
+            xla.Part(*[jax.ShapeDtypeStruct((blocks,), jnp.float32)] * 4) if describe else None,
+            jax.ShapeDtypeStruct((blocks, m), jnp.int32) if m else None,
+        ),
+        grid=blocks,
+        warps=WARPS,
+        interpret=interpret,
+    )
+    return parts, jnp.zeros(0, jnp.int32) if counts is None else jnp.sum(counts, axis=0, dtype=jnp.int32)
+
+
+def _kernel(x: Any, add: Any, thresholds: Any, part: xla.Part | None, counts: Any, *, block: int) -> None:
+    program, places = pl.program_id(0), lax.iota(jnp.int32, block)
+
+    def body(mask):
+        here = program * block + places
+        value = xla.drop(xla.accumulate(load(x, here, mask), None if add is None else load(add, here, mask)))
+        if part is not None:
+            for ref, statistic in zip(part, xla.describe(value), strict=True):
+                ref[program] = statistic
+        if counts is not None:
+
+            def count(j, _):
+                reached = jnp.abs(value) >= xla.least(thresholds[j])
+                counts[program, j] = jnp.sum(reached.astype(jnp.int32), dtype=jnp.int32)
+
+            lax.fori_loop(0, thresholds.shape[0], count, None)
+
+    # The ragged block apart: under a mask every block would load 4 bytes at a time.
+    whole, rest = divmod(x.shape[0], block)
+    if whole:
+        pl.when(program < whole)(lambda: body(None))
+    if rest:
+        pl.when(program == whole)(lambda: body(places < rest))

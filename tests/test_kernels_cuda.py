@@ -1,0 +1,118 @@
+"""The kernels as a GPU gets them: lowered on every machine, and compiled for an H200 where JAX's CUDA plugin is.
+
+A row of the benchmark buys both. What they compute is tested elsewhere, in Pallas's interpreter. Of Triton's
+kernels XLA writes down the machine's code; of Mosaic's it shows none, and their lowering and memory must do.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from gpus import Compiled, lowered, needs_plugin
+from kernels_pallas.bench.operations import draw, operations
+from kernels_pallas.shapes import MODELS, Shape
+
+ROW = {op.name: op for op in operations()}
+KERNELS = {"triton": "custom_call @__gpu$xla.gpu.triton", "mosaic": "custom_call @mosaic_gpu"}
+FORMS = [(op.name, form) for op in ROW.values() for form in op.forms if form in KERNELS]
+# Made of the others' kernels, and long to compile.
+COMPOSED = ("select_top_k", "select_ms_top_k")
+# VGG-16's gradient has a ragged end.
+VGG = MODELS[1]
+DENSITY = 0.01
+FLOAT = jnp.dtype(jnp.float32).itemsize
+
+
+def program(name: str, form: str, n: int):
+    """A form of an operation, and what it takes."""
+    op, k = ROW[name], Shape("", n).k(DENSITY)
+    return op.ours(n, k, form), jax.eval_shape(lambda: draw(op.inputs, n, k, 0))
+
+
+@pytest.mark.parametrize("name, form", FORMS)
+@pytest.mark.parametrize("n", [1, VGG.n])
+def test_lowering_for_cuda(name: str, form: str, n: int):
+    fn, args = program(name, form, n)
+    text = lowered(fn, *args)
+    # XLA's own forms serve short vectors.
+    assert n < VGG.n or KERNELS[form] in text
+
+
+@functools.cache
+def compiled(name: str, form: str = "triton") -> Compiled:
+    fn, args = program(name, form, VGG.n)
+    return Compiled(fn, *args, donate=ROW[name].donate)
+
+
+def on_a_gpu(*names: str, forms: tuple[str, ...] = ("triton",)):
+    """For each of the forms that are compiled, of all operations or those whose names begin so, in one process."""
+    chosen = [
+        (name, form)
+        for name, form in FORMS
+        if form in forms and name not in COMPOSED and (not names or name.startswith(names))
+    ]
+
+    def mark(test):
+        test = pytest.mark.parametrize("name, form", chosen)(test)
+        return needs_plugin(pytest.mark.xdist_group("cuda")(test))
+
+    return mark
+
+
+@on_a_gpu()
+def test_every_kernel_is_there(name: str, form: str):
+    """Compiled without registers spilt to memory, which the compiler was told to refuse."""
+    assert compiled(name, form).kernels
+
+
+@on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms")
+def test_long_vectors_are_read_16_bytes_at_a_time(name: str, form: str):
+    """But for their ragged end, which a mask guards."""
+    loads = compiled(name, form).reader.accesses("ld")
+    assert loads.count(16) >= 4
+    assert sum(size for size in loads if size == 16) >= 0.8 * sum(loads), loads
+
+
+@on_a_gpu("accumulate")
+def test_the_residual_is_written_16_bytes_at_a_time(name: str, form: str):
+    stores = compiled(name, form).reader.accesses("st")
+    assert stores.count(16) >= 4
+    assert set(stores) == {16}
+
+
+@on_a_gpu(forms=("triton", "mosaic"))
+def test_what_is_donated_is_overwritten(name: str, form: str):
+    assert compiled(name, form).memory.alias_size_in_bytes == len(ROW[name].donate) * VGG.n * FLOAT
+
+
+@on_a_gpu(forms=("triton", "mosaic"))
+def test_nothing_long_is_copied(name: str, form: str):
+    found = compiled(name, form)
+    assert not re.findall(rf"= f32\[{VGG.n}\]\S* copy(?:-start)?\(", found.text)
+    assert found.memory.temp_size_in_bytes < VGG.n * FLOAT / 5
+
+
+@needs_plugin
+@pytest.mark.xdist_group("cuda")
+def test_a_kernel_that_spills_is_refused():
+    """So that the tests above say something."""
+
+    def kernel(x, y, out):
+        a, b = x[...], y[...]
+        out[...] = jnp.cumsum(a) * b + a * jnp.sum(b)
+
+    def spill(x, y):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((4096,), jnp.float32),
+            grid=(1,),
+            compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        )(x, y)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="register spilling"):
+        Compiled(spill, *[jax.ShapeDtypeStruct((4096,), jnp.float32)] * 2)
