@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
@@ -71,8 +71,13 @@ class Compiled:
         return max(self.kernels, key=lambda kernel: kernel.accesses("ld").count(16))
 
 
-def lowered(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> str:
-    """What JAX hands to the compiler for an H200, without the plugin."""
+def abstract(shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> AbstractMesh:
+    """H200s that are not there, to lower for."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names), abstract_device=device)
+
+
+def lowered(fn: Callable[..., Any], *args: Any) -> str:
+    """What JAX hands to the compiler for an H200, without the plugin."""
+    with use_abstract_mesh(abstract()):
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
