@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from .. import _check
 from .._implementation import choose
+from .._varying import alike
 from . import xla
 from .xla import MagnitudeStatistics
 
@@ -50,7 +51,7 @@ def magnitude_statistics(
             raise ValueError(f"add has shape {add.shape} and x {x.shape}; they are added element by element")
     dtype = jax.eval_shape(xla.accumulate, x, add).dtype
     forms = {"xla": xla.magnitude_statistics, "triton": _triton, "mosaic": _mosaic}
-    return choose(implementation, forms, x, _check.thresholds(thresholds).astype(dtype), add)
+    return choose(implementation, forms, *alike((x, _check.thresholds(thresholds).astype(dtype), add)))
 
 
 def _triton(*args, interpret=False):

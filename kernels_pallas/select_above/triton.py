@@ -14,6 +14,7 @@ writing the sum; the two-pass form 4 more and ``16 d`` less.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,15 +28,15 @@ from .. import bitmap
 from .._triton import call, load, store
 from .xla import reaches
 
-# Elements of a block; and warps of a program: 16 elements to a thread, and 8 where a thread needs many registers.
+# Elements of a block, and of a thread.
 BLOCK = 4096
-WARPS = 8
-PLACE_WARPS = 16
-# Slots of a block: a multiple of what it has on average, since gradients differ from layer to layer, and a least number.
+ELEMENTS = 16
+# Slots of a block: a multiple of what it has on average, since layers' gradients differ in size, and a least number.
 SLACK = 3
 SLOTS = 64
-# Blocks that are ranked at a time.
+# Blocks that are ranked at a time, and by how many warps.
 CHUNK = 4096
+RANK_WARPS = 8
 # Bytes of the widest access to memory.
 ACCESS = 16
 
@@ -54,14 +55,17 @@ class Plan:
         """Those not given are chosen by density."""
         block = block or BLOCK
         if slots is None:
-            wanted = max(SLACK * block * capacity / n, SLOTS)
-            # From there on staging takes more bytes than a second read.
-            slots = 0 if capacity > n / 4 else 2 ** math.ceil(math.log2(wanted))
+            # From a quarter of the elements on, staging takes more bytes than a second read.
+            slots = pl.next_power_of_2(max(SLACK * block * capacity // n, SLOTS)) if capacity <= n / 4 else 0
         return Plan(n, capacity, block, min(slots, block))
 
     @property
     def blocks(self) -> int:
         return pl.cdiv(self.n, self.block)
+
+    @property
+    def warps(self) -> int:
+        return max(self.block // (32 * ELEMENTS), 1)
 
     @property
     def group(self) -> int:
@@ -147,37 +151,42 @@ def compact(
     Returns:
       ``(values, indices, count, acc)``: as :func:`kernels_pallas.select_above`; the sum, or else ``x``.
     """
-    floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def floats(size):
+        return jax.ShapeDtypeStruct((size,), jnp.float32)
+
+    def ints(*size):
+        return jax.ShapeDtypeStruct(size, jnp.int32)
+
     slots = plan.blocks * plan.slots
 
     acc, staged, counts = call(
-        lambda *refs: _stage(*refs, plan=plan, limit=limit, clear=clear),
+        functools.partial(_stage, plan=plan, limit=limit, clear=clear),
         x,
         addend,
         threshold,
         out=(floats(plan.n) if addend else None, (floats(slots), ints(slots)) if slots else None, ints(plan.blocks)),
         grid=plan.blocks,
-        warps=WARPS,
+        warps=plan.warps,
         interpret=interpret,
         aliases={0: 0} if addend else {},
     )
     before, count = call(
-        lambda *refs: _rank(*refs, plan=plan),
+        functools.partial(_rank, plan=plan),
         counts,
         out=(ints(plan.blocks), ints()),
         grid=1,
-        warps=WARPS,
+        warps=RANK_WARPS,
         interpret=interpret,
     )
     acc = acc if addend else x
     cleared, values, indices = call(
-        lambda *refs: _place(*refs, plan=plan),
+        functools.partial(_place, plan=plan),
         acc,
         (threshold, staged, counts, before, count, start),
         out=(floats(plan.n) if clear else None, floats(plan.capacity), ints(plan.capacity)),
         grid=plan.movers + pl.cdiv(plan.capacity, plan.block),
-        warps=PLACE_WARPS,
+        warps=2 * plan.warps,  # It needs twice the registers.
         interpret=interpret,
         aliases={0: 0} if clear else {},
     )

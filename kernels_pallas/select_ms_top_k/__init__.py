@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from .. import _check
 from .._implementation import choose
+from .._varying import alike
 from . import xla
 
 
@@ -59,4 +60,4 @@ def select_ms_top_k(
 
         return algorithm(*args, primitives=triton.primitives(interpret))
 
-    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x, jnp.asarray(turn))
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, *alike((x, jnp.asarray(turn))))
