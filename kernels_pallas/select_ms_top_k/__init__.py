@@ -33,6 +33,7 @@ def select_ms_top_k(
         many representable numbers; from the width of the type on (31, 63 for float64) the result is exact, ties apart.
       turn: int32 scalar: which window, round a circle; a caller that counts it up takes every element in turn.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+        With few searches the rounding of the mean may decide what is found, and that differs between them.
 
     Returns:
       ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
