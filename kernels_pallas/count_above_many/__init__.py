@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from .. import _check
 from .._implementation import choose
+from .._varying import alike
 from . import xla
 
 
@@ -28,7 +29,7 @@ def count_above_many(x: jax.Array, thresholds: ArrayLike, *, implementation: str
     """
     x = _check.vector(x)
     forms = {"xla": xla.count_above_many, "triton": _triton}
-    return choose(implementation, forms, x, _check.thresholds(thresholds).astype(x.dtype))
+    return choose(implementation, forms, *alike((x, _check.thresholds(thresholds).astype(x.dtype))))
 
 
 def _triton(*args, interpret=False):

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from .. import _check
 from .._implementation import choose
+from .._varying import alike
 from . import xla
 
 
@@ -69,4 +70,4 @@ def _choose(implementation, algorithm, *args):
 
         return algorithm(*args, primitives=triton.primitives(interpret))
 
-    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, *args)
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, *alike(args))

@@ -1,18 +1,21 @@
-"""What the exact k-th magnitude is made of on a GPU: passes that find several bits at once, and a kernel that compacts.
-
-The passes are unrolled: a loop that ends when something is found would wait for the host each time.
-"""
+"""What the exact k-th magnitude is made of on a GPU: passes that find several bits each, and a kernel that compacts."""
 
 import functools
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .._varying import varying_as
 from ..count_above_many.triton import SHORT, count_above_many
 from ..select_above import select_above
 from .xla import Primitives
+
+Carry = TypeVar("Carry")
 
 
 def primitives(interpret: bool = False) -> Primitives:
@@ -22,21 +25,38 @@ def primitives(interpret: bool = False) -> Primitives:
 
 def search(x: jax.Array, k: ArrayLike, *, interpret: bool = False) -> jax.Array:
     """The k-th largest magnitude of a vector of float32, by a counting pass for several bits at a time."""
-    found, left = jnp.zeros((), jnp.int32), 31
-    for bits in passes(x.shape[0], left):
+
+    def refine(carry, bits):
+        found, left = carry
         left -= bits
         candidates = found | (lax.iota(jnp.int32, 2**bits - 1) + 1 << left)
         counts = count_above_many(x, lax.bitcast_convert_type(candidates, x.dtype), interpret=interpret)
         # Counts fall as candidates rise.
-        found |= jnp.sum(counts >= k, dtype=jnp.int32) << left
+        return found | jnp.sum(counts >= k, dtype=jnp.int32) << left, left
+
+    start = varying_as(jnp.int32(0), x), jnp.int32(31)
+    found, _ = in_passes(x.shape[0], 31, refine, start)
     return lax.bitcast_convert_type(found, x.dtype)
 
 
-def passes(n: int, bits: int) -> list[int]:
-    """How many bits are found in each pass over ``n`` elements.
+def in_passes(n: int, bits: int, find: Callable[[Carry, int], Carry], carry: Carry) -> Carry:
+    """Finds ``bits`` bits by passes over ``n`` elements, ``find(carry, bits)`` several at once.
 
-    A pass over few takes as long as its kernels take to start, one over many is bound by comparisons from about 7
-    thresholds on.
+    Their number does not depend on what is found: a loop that did would wait for the host each time. A short vector's
+    passes are unrolled, so that they can be launched as one graph.
+    """
+    for width, group in itertools.groupby(passes(n, bits)):
+        carry = lax.fori_loop(
+            0, len(list(group)), lambda _, carry, width=width: find(carry, width), carry, unroll=n <= SHORT
+        )
+    return carry
+
+
+def passes(n: int, bits: int) -> list[int]:
+    """How many bits each pass finds.
+
+    A pass over few elements takes as long as its kernels take to start, one over many is bound by comparisons, not by
+    the reading, from about 7 thresholds on.
     """
     count = -(-bits // (6 if n <= SHORT else 3))
     return [bits // count + (i < bits % count) for i in range(count)]

@@ -1,31 +1,33 @@
 """The largest, the means and the counts that selectors ask of a vector, in one read."""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import _check
 from .._implementation import choose
+from .._varying import alike
 from . import xla
 from .xla import MagnitudeStatistics
 
 
 def magnitude_statistics(
     x: jax.Array,
-    thresholds: ArrayLike = (),
+    thresholds: ArrayLike | None = None,
     *,
     add: jax.Array | None = None,
     implementation: str | None = None,
 ) -> MagnitudeStatistics:
     """Describes ``x + add``: the largest magnitude, the means, and how many elements reach each threshold.
 
-    NaN counts as 0, and so does what lies below the smallest normal number: neither is ever among the counts. The
-    means are exact to a few units in the last place of the largest of their summands, for any ``n``, and overflow only
-    where they themselves do, which the mean of squares does for magnitudes of 1.8e19 and more; an infinite element
-    makes them infinite, or the mean NaN where both infinities stand.
+    NaN counts as 0, and so does what lies below the smallest normal number: neither is ever among the counts. Sums are
+    taken in trees and in units of the largest magnitudes: for any ``n`` a mean is within about 1e-6 of the mean of its
+    summands' magnitudes, and overflows only where it is no finite number, as mean squares above 3.4e38 are not. An
+    infinite element makes the means infinite, or ``mean`` NaN where both infinities stand.
 
     Args:
       x: bfloat16, float16, float32 or float64, shape ``(n,)``, ``n < 2**31``; narrow ones are widened to float32.
-      thresholds: shape ``(m,)``, at least 0, in any order.
+      thresholds: shape ``(m,)``, at least 0, in any order; None for none.
       add: float32, or the type of ``x`` where that is wider; shape ``(n,)``: what ``x`` is added to before.
       implementation: ``"xla"``, ``"triton"``, ``"mosaic"`` or ``"interpret"``; None chooses (see
         :func:`kernels_pallas.using`).
@@ -50,7 +52,8 @@ def magnitude_statistics(
             raise ValueError(f"add has shape {add.shape} and x {x.shape}; they are added element by element")
     dtype = jax.eval_shape(xla.accumulate, x, add).dtype
     forms = {"xla": xla.magnitude_statistics, "triton": _triton, "mosaic": _mosaic}
-    return choose(implementation, forms, x, _check.thresholds(thresholds).astype(dtype), add)
+    thresholds = _check.thresholds(jnp.zeros(0) if thresholds is None else thresholds)
+    return choose(implementation, forms, *alike((x, thresholds.astype(dtype), add)))
 
 
 def _triton(*args, interpret=False):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._varying import alike, varying_axes
+from .._varying import varying_axes
 from ..count_above_many.xla import count_at_once
 from . import xla
 
@@ -22,7 +22,6 @@ BLOCK = 4096
 def magnitude_statistics(
     x: jax.Array, thresholds: jax.Array, add: jax.Array | None, *, block: int = BLOCK
 ) -> xla.MagnitudeStatistics:
-    x, thresholds, add = alike((x, thresholds, add))
     n, m = x.shape[0], thresholds.shape[0]
     blocks = n // block
     if not blocks:

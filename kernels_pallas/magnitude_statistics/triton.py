@@ -30,14 +30,14 @@ def magnitude_statistics(
 
 def read(
     x: jax.Array,
-    thresholds: jax.Array | None,
+    thresholds: jax.Array,
     add: jax.Array | None = None,
     *,
     describe: bool,
     block: int = BLOCK,
     interpret: bool = False,
-) -> tuple[xla.Part, jax.Array]:
-    """The descriptions of a vector's blocks, and the counts in the whole of it; None for what is not asked for."""
+) -> tuple[Any, jax.Array]:
+    """An :class:`xla.Part` with the description of each block, None if not asked for, and the whole vector's counts."""
     blocks = pl.cdiv(x.shape[0], block)
     m = thresholds.shape[0]
     parts, counts = call(
@@ -46,7 +46,7 @@ def read(
         add,
         thresholds if m else None,
         out=(
-            xla.Part(*[jax.ShapeDtypeStruct((blocks,), jnp.float32)] * 4) if describe else None,
+            _parts(jax.ShapeDtypeStruct((blocks,), jnp.float32)) if describe else None,
             jax.ShapeDtypeStruct((blocks, m), jnp.int32) if m else None,
         ),
         grid=blocks,
@@ -54,6 +54,10 @@ def read(
         interpret=interpret,
     )
     return parts, jnp.zeros(0, jnp.int32) if counts is None else jnp.sum(counts, axis=0, dtype=jnp.int32)
+
+
+def _parts(leaf: Any) -> xla.Part:
+    return xla.Part(leaf, leaf, leaf, leaf)
 
 
 def _kernel(x: Any, add: Any, thresholds: Any, part: xla.Part | None, counts: Any, *, block: int) -> None:

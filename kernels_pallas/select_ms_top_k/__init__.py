@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from .. import _check
 from .._implementation import choose
+from .._varying import alike
 from . import xla
 
 
@@ -32,6 +33,7 @@ def select_ms_top_k(
         many representable numbers; from the width of the type on (31, 63 for float64) the result is exact, ties apart.
       turn: int32 scalar: which window, round a circle; a caller that counts it up takes every element in turn.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+        With few searches the rounding of the mean may decide what is found, and that differs between them.
 
     Returns:
       ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
@@ -59,4 +61,4 @@ def select_ms_top_k(
 
         return algorithm(*args, primitives=triton.primitives(interpret))
 
-    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x, jnp.asarray(turn))
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, *alike((x, jnp.asarray(turn))))
