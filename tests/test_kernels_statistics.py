@@ -143,6 +143,12 @@ def test_statistics_of_nothing(form: str):
         assert not kernels_pallas.count_above_many(jnp.zeros(0), THRESHOLDS, implementation=form).any()
 
 
+def test_counts_above_nothing(monkeypatch):
+    monkeypatch.setattr(counts_triton, "SHORT", 10)
+    for form in FORMS:
+        assert kernels_pallas.count_above_many(jnp.ones(20), jnp.zeros(0), implementation=form).shape == (0,)
+
+
 def test_means_of_many_elements():
     """A running sum in float32 would be wrong in the third digit."""
     x = jnp.full(2**22 + 1, 0.1, jnp.float32)

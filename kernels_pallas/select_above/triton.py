@@ -55,8 +55,9 @@ class Plan:
         """Those not given are chosen by density."""
         block = block or BLOCK
         if slots is None:
-            # From a quarter of the elements on, staging takes more bytes than a second read.
-            slots = pl.next_power_of_2(max(SLACK * block * capacity // n, SLOTS)) if capacity <= n / 4 else 0
+            wanted = pl.next_power_of_2(max(SLACK * block * capacity // n, SLOTS))
+            # Slots take a quarter of the vector's memory at most: beyond what fits there, it is read twice.
+            slots = min(wanted, block // 8) if capacity <= n / 10 else 0
         return Plan(n, capacity, block, min(slots, block))
 
     @property
