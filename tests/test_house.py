@@ -99,8 +99,10 @@ def test_imports_go_down_only(module: str):
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "jsparse._comm"])
 def test_only_comm_names_a_collective(module: str):
+    # To a kernel an axis's index is its place in the grid.
+    named = COLLECTIVES - {"axis_index"} if module.startswith("kernels_pallas.") else COLLECTIVES
     for node in ast.walk(ast.parse(source(module).read_text())):
-        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+        if isinstance(node, ast.Attribute) and node.attr in named:
             assert ast.unparse(node.value) not in ("lax", "jax.lax"), f"{module}: {ast.unparse(node)}"
 
 

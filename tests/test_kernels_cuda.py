@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from gpus import Compiled, lowered, needs_plugin
+from kernels_pallas import _implementation
 from kernels_pallas.bench.operations import draw, operations
 from kernels_pallas.shapes import MODELS, Shape
 
@@ -28,7 +29,7 @@ DENSITY = 0.01
 FLOAT = jnp.dtype(jnp.float32).itemsize
 
 
-def program(name: str, form: str, n: int):
+def program(name: str, form: str | None, n: int):
     """A form of an operation, and what it takes."""
     op, k = ROW[name], Shape("", n).k(DENSITY)
     return op.ours(n, k, form), jax.eval_shape(lambda: draw(op.inputs, n, k, 0))
@@ -41,6 +42,25 @@ def test_lowering_for_cuda(name: str, form: str, n: int):
     text = lowered(fn, *args)
     # XLA's own forms serve short vectors.
     assert n < VGG.n or KERNELS[form] in text
+
+
+@pytest.mark.parametrize(
+    "name, form",
+    [
+        ("accumulate_and_select", "triton"),
+        ("select_above", "triton"),
+        ("magnitude_statistics", "triton"),
+        ("count_above_many", "triton"),
+        ("norms", "triton"),
+        ("add_sparse", None),
+    ],
+)
+def test_what_is_chosen_on_a_gpu(monkeypatch, name: str, form: str | None):
+    """As docs/kernels.md has it."""
+    monkeypatch.setattr(_implementation, "sees_cuda", lambda: True)
+    fn, args = program(name, None, VGG.n)
+    text = lowered(fn, *args)
+    assert [kernel for kernel in KERNELS if KERNELS[kernel] in text] == ([form] if form else [])
 
 
 @functools.cache

@@ -120,15 +120,19 @@ def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, An
         for form, options, make in forms(operation, n, k, args):
             # Others choose other elements where there are ties, or in no order.
             kernel = form.split(",")[0] in IMPLEMENTATIONS and form != "xla"
-            try:
-                figures = measure(operation, make, n, k, sets, args, result if kernel else None)
-            except RuntimeError as error:  # Out of memory, say, or not to be compiled: the rest goes on.
-                figures = {"right": None, "failed": str(error)}
+            figures = attempt(measure, operation, make, n, k, sets, args, result if kernel else None)
             yield where | {"form": form, "options": options} | figures
         if torch and operation.torch:
-            times = time_calls(*torch_calls(torch, operation, k, sets), args.groups, args.seconds)
-            yield where | {"form": "torch", "options": {}} | figures_of(operation, n, k, times)
+            yield where | {"form": "torch", "options": {}} | attempt(measure_torch, operation, torch, n, k, sets, args)
         gc.collect()
+
+
+def attempt(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What was measured, or why not: out of memory, say, or not to be compiled. The rest goes on."""
+    try:
+        return measure(*args)
+    except RuntimeError as error:
+        return {"right": None, "failed": str(error)}
 
 
 def forms(operation: Operation, n: int, k: int, args: argparse.Namespace) -> Iterator[tuple[str, dict, Callable]]:
@@ -169,12 +173,18 @@ def measure(
     sets = [[jnp.copy(x) if i in operation.donate else x for i, x in enumerate(given)] for given in sets]
     compiled = jax.jit(make, donate_argnums=operation.donate).lower(*sets[0]).compile()
     call = jax_calls(compiled, sets, operation.donate)
-    got, right = call(0), None
-    if wanted is not None:
-        right = alike(got, wanted, operation.exact)
-    del got
+    got = call(0)
+    right = None if wanted is None else alike(got, wanted, operation.exact)
+    del got  # The next call may overwrite it.
     times = None if args.check else time_calls(call, jax.block_until_ready, args.groups, args.seconds)
     return figures_of(operation, n, k, times, right, compiled.memory_analysis())
+
+
+def measure_torch(
+    operation: Operation, torch: Any, n: int, k: int, sets: list[list[jax.Array]], args: argparse.Namespace
+) -> dict[str, Any]:
+    times = time_calls(*torch_calls(torch, operation, k, sets), args.groups, args.seconds)
+    return figures_of(operation, n, k, times)
 
 
 def alike(got: Any, wanted: Any, exact: bool) -> bool:
