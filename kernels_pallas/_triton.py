@@ -18,6 +18,7 @@ from ._varying import alike, varying_axes
 def call(
     kernel: Callable[..., None],
     *args: Any,
+    name: str,
     out: Any,
     grid: int,
     warps: int,
@@ -29,6 +30,7 @@ def call(
     Args:
       kernel: a function of references, in trees like those of ``args`` and ``out``.
       *args: arrays, or trees of them.
+      name: as profiles show it.
       out: a tuple of ``jax.ShapeDtypeStruct``, or trees of them.
       grid: the number of programs.
       warps: of 32 threads, a program.
@@ -48,6 +50,7 @@ def call(
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps),
         interpret=interpret,
+        name=name,
     )(*args)
 
 

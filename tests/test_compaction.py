@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 
 import hypothesis
 import jax
@@ -12,9 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import kernels_pallas
+from gpus import abstract, lowered
 from kernels_pallas._implementation import using
 from kernels_pallas._triton import call
 from kernels_pallas.accumulate_and_select import triton, xla
@@ -141,7 +141,15 @@ def test_a_crowded_block_keeps_to_its_slots():
     indices = jax.ShapeDtypeStruct((16,), jnp.int32)
     kernel = functools.partial(_stage, plan=plan, limit=math.inf, clear=False)
     _, (staged, _), counts = call(
-        kernel, x, None, jnp.float32(0), out=(None, (values, indices), counts), grid=2, warps=1, interpret=True
+        kernel,
+        x,
+        None,
+        jnp.float32(0),
+        name="stage",
+        out=(None, (values, indices), counts),
+        grid=2,
+        warps=1,
+        interpret=True,
     )
     np.testing.assert_array_equal(counts, [128, 0])
     np.testing.assert_array_equal(staged[:8], x[:8])
@@ -227,8 +235,8 @@ def test_under_shard_map(spec: PartitionSpec):
     assert_same_bits(got, expected)
     assert_same_bits(expected, on_each_worker("xla", mesh, spec, check_vma=True)(*args))
     for check_vma in (True, False):
-        form = on_each_worker("triton", gpus((4,), ("data",)), spec, check_vma)
-        assert lower(form, *(jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args)).count("xla.gpu.triton") == 3
+        form = on_each_worker("triton", abstract((4,), ("data",)), spec, check_vma)
+        assert lowered(form, *(jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args)).count("xla.gpu.triton") == 3
 
 
 def test_inside_control_flow():
@@ -248,21 +256,6 @@ def test_inside_control_flow():
     assert_same_bits(got, expected)
 
 
-def gpus(shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> AbstractMesh:
-    """GPUs that are not there, of a kind that newer versions of JAX ask for."""
-    types = (AxisType.Auto,) * len(names)
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        return AbstractMesh(shape, names, axis_types=types)
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    return AbstractMesh(shape, names, axis_types=types, abstract_device=device)
-
-
-def lower(f, *shapes) -> str:
-    """The program that a GPU would be given."""
-    with use_abstract_mesh(gpus()), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.mark.parametrize("n", [4096 * 3, 14_728_266])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("slots", [None, 0])
@@ -270,11 +263,11 @@ def test_lowers_for_cuda(n: int, dtype, slots: int | None):
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool)]
     vectors = [jax.ShapeDtypeStruct((n,), dtype) for dtype in (dtype, jnp.float32)]
     form = functools.partial(triton.accumulate_and_select, capacity=n // 100, limit=1e38, clear=True, slots=slots)
-    text = lower(form, *vectors, *scalars)
+    text = lowered(form, *vectors, *scalars)
     assert text.count("xla.gpu.triton") == 3
     assert text.count("output_operand_alias<") == 2
     select = functools.partial(compact, plan=Plan.of(n, n // 100, slots=slots))
-    text = lower(select, vectors[1], *scalars[:2])
+    text = lowered(select, vectors[1], *scalars[:2])
     assert text.count("xla.gpu.triton") == 3
     assert "output_operand_alias<" not in text
 
@@ -285,7 +278,7 @@ def test_lowers_for_cuda_under_vmap():
         jax.ShapeDtypeStruct((4, *shape), dtype)
         for shape, dtype in [((5000,), jnp.float32)] * 2 + [((), jnp.float32), ((), jnp.int32), ((), jnp.bool)]
     ]
-    assert lower(jax.vmap(form), *shapes).count("xla.gpu.triton") == 3
+    assert lowered(jax.vmap(form), *shapes).count("xla.gpu.triton") == 3
 
 
 def test_slots_follow_the_density():

@@ -134,7 +134,10 @@ def test_public_names_are_documented(package, name: str):
     members = re.search(rf"automodule:: {package.__name__}\n   :members:([^\n]*)\n", reference)
     assert (
         re.search(rf"auto(function|class):: {name}\n", reference)
-        or ((members and (not members[1] or name in members[1])) or name in ("bitmap", "choose", "varying_as", "varying_axes"))
+        or (
+            (members and (not members[1] or name in members[1]))
+            or name in ("bitmap", "choose", "varying_as", "varying_axes")
+        )
         or inspect.ismodule(thing)
     ), f"{name} is not in docs/api.md"
 

@@ -1,6 +1,5 @@
 """Statistics and the k-th magnitude as GPUs compute them, against numpy and the plain form; and their lowering."""
 
-import contextlib
 import functools
 
 import hypothesis
@@ -11,9 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
+from gpus import lowered
 from jsparse.cli import bench_select
 from kernels_pallas import _implementation
 from kernels_pallas.count_above_many import triton as counts_triton
@@ -276,16 +276,6 @@ def test_under_every_transformation(form: str | None, monkeypatch):
     np.testing.assert_array_equal(jax.jit(branch)(False, batch[2]), -expected[2])
 
 
-def lower(f, *shapes) -> str:
-    """The program that a GPU would be given."""
-    target = contextlib.nullcontext()
-    if jax.__version_info__ >= (0, 11):
-        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-        target = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    with target:
-        return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.mark.parametrize("form, custom_call", [("triton", "xla.gpu.triton"), ("mosaic", "@mosaic_gpu_v2")])
 @pytest.mark.parametrize("n", [3 * triton.BLOCK, 14_728_266])
 @pytest.mark.parametrize("dtype, added, m", [(jnp.float32, False, 7), (jnp.bfloat16, True, 7), (jnp.bfloat16, True, 0)])
@@ -294,7 +284,7 @@ def test_statistics_lower_for_cuda(form: str, custom_call: str, n: int, dtype, a
         return kernels_pallas.magnitude_statistics(x, thresholds, add=add, implementation=form)
 
     x, add = (jax.ShapeDtypeStruct((n,), kind) for kind in (dtype, jnp.float32))
-    text = lower(f, x, add if added else None, jax.ShapeDtypeStruct((m,), jnp.float32))
+    text = lowered(f, x, add if added else None, jax.ShapeDtypeStruct((m,), jnp.float32))
     assert text.count(custom_call) == 1
     # Nothing as long as the vector is made beside it.
     assert f"tensor<{n}xf32> loc" not in text
@@ -306,8 +296,8 @@ def test_selection_lowers_for_cuda(monkeypatch):
     monkeypatch.setattr(_implementation, "sees_cuda", lambda: True)
     x = jax.ShapeDtypeStruct((14_728_266,), jnp.float32)
     for f in (kernels_pallas.kth_magnitude, kernels_pallas.select_ms_top_k):
-        assert "xla.gpu.triton" in lower(functools.partial(f, k=147_283), x)
-    assert lower(kernels_pallas.norms, x).count("xla.gpu.triton") == 1
+        assert "xla.gpu.triton" in lowered(functools.partial(f, k=147_283), x)
+    assert lowered(kernels_pallas.norms, x).count("xla.gpu.triton") == 1
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def add_sparse(
             dense,
             values,
             indices,
+            name="add_sparse",
             out=(jax.ShapeDtypeStruct(dense.shape, dense.dtype),),
             grid=pl.cdiv(values.shape[0], block),
             warps=warps,

@@ -45,6 +45,7 @@ def read(
         x,
         add,
         thresholds if m else None,
+        name="magnitude_statistics",
         out=(
             _parts(jax.ShapeDtypeStruct((blocks,), jnp.float32)) if describe else None,
             jax.ShapeDtypeStruct((blocks, m), jnp.int32) if m else None,

@@ -166,6 +166,7 @@ def compact(
         x,
         addend,
         threshold,
+        name="select_stage",
         out=(floats(plan.n) if addend else None, (floats(slots), ints(slots)) if slots else None, ints(plan.blocks)),
         grid=plan.blocks,
         warps=plan.warps,
@@ -175,6 +176,7 @@ def compact(
     before, count = call(
         functools.partial(_rank, plan=plan),
         counts,
+        name="select_rank",
         out=(ints(plan.blocks), ints()),
         grid=1,
         warps=RANK_WARPS,
@@ -185,6 +187,7 @@ def compact(
         functools.partial(_place, plan=plan),
         acc,
         (threshold, staged, counts, before, count, start),
+        name="select_place",
         out=(floats(plan.n) if clear else None, floats(plan.capacity), ints(plan.capacity)),
         grid=plan.movers + pl.cdiv(plan.capacity, plan.block),
         warps=2 * plan.warps,  # It needs twice the registers.
