@@ -1,17 +1,19 @@
 """Whole synchronisations with each implementation of the kernels: the same to the bit."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import kernels_pallas
 import scenarios
 import transports
 from algorithms import ROWS
-from gpus import abstract, lowered
+from gpus import abstract, devices, lowered, needs_plugin
 from jsparse import select
 
 SIZE, STEPS = 4, 3
@@ -102,3 +104,30 @@ def test_a_whole_step_as_a_gpu_gets_it(selector, check_vma: bool):
         text = lowered(step, jax.ShapeDtypeStruct((SIZE * N,), jnp.float32), state)
     # Staging, ranking and placing.
     assert text.count("xla.gpu.triton") >= 3
+
+
+@needs_plugin
+@pytest.mark.xdist_group("cuda")
+def test_nothing_long_is_copied_in_a_whole_step():
+    """On four H200s: the residual is overwritten, and what stands beside it is a fraction of it."""
+    n, mesh, along = 14_728_266, Mesh(np.array(devices("1x4x1")), ("data",)), PartitionSpec("data")
+    tx = jsparse.oktopk("data", density=0.01, select=select.SampledThreshold(0.01))
+    with kernels_pallas.using("triton"), jax.set_mesh(mesh):
+        begin = jax.shard_map(lambda: tx.init(jnp.zeros(n)), mesh=mesh, in_specs=(), out_specs=along, check_vma=False)
+        state, gradient = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, along)),
+            (jax.eval_shape(begin), jax.ShapeDtypeStruct((SIZE * n,), jnp.float32)),
+        )
+        step = jax.shard_map(
+            lambda grads, state: jsparse.sync(tx, grads, state)[::-1],
+            mesh=mesh,
+            in_specs=(along, along),
+            out_specs=(along, PartitionSpec()),
+            check_vma=False,
+        )
+        program = jax.jit(step, donate_argnums=1).lower(gradient, state).compile({"xla_gpu_autotune_level": 0})
+    text, memory = program.as_text(), program.memory_analysis()
+    assert "__gpu$xla.gpu.triton" in text
+    assert not re.findall(rf"= f32\[{n}\]\S* copy(?:-start)?\(", text)
+    assert memory.alias_size_in_bytes >= 4 * n
+    assert memory.temp_size_in_bytes < 4 * n / 4
