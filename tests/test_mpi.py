@@ -119,7 +119,8 @@ def test_mpi_gives_the_bits_of_an_axis(row: Row, size: int, processes):
     """Updates and states of every process, after every step; thresholds that are estimated to rounding."""
     found = [of_rank[str(row)] for of_rank in processes(size)[0]]
     assert not any(isinstance(steps, str) for steps in found), found[0]
-    state, update = transports.workers(row, size)
+    # Of two nested vmaps XLA makes one sum of both levels', in another order.
+    state, update = transports.workers(row, size, "vmap" if row.gpus is None else "shard_map")
     for number, gradient in enumerate(scenarios.mixed(size, row.scale)):
         updates, state = update(transports.tree(gradient), state)
         here = (np.stack(of_ranks) for of_ranks in zip(*(steps[number] for steps in found), strict=True))
