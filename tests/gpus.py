@@ -59,7 +59,6 @@ class Compiled:
             dumped = "".join(path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx")))
         self.text = self.program.as_text()
         self.memory = self.program.memory_analysis()
-        entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]
         # XLA's own fusions are the compiler's affair. It numbers kernels of the same name.
         ours = "|".join(set(re.findall(r'name = "(\w+)", num_stages', self.text)))
         entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]

@@ -23,13 +23,15 @@ OTHERS = ["oktopk-sampled", "oktopk-reused", "oktopk-mstopk", "gtopk", "topk_all
 DENSITY = 0.02
 
 
-def assert_equal(got, expected) -> None:
+def assert_equal(got, expected, rounding: float = 0) -> None:
+    """To the bit; of thresholds to rounding, where that is given."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
         other = dict(jax.tree_util.tree_leaves_with_path(got))[path]
         assert other.dtype == leaf.dtype
         # NumPy does not know bfloat16's NaN.
         other, leaf = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in (other, leaf))
-        np.testing.assert_array_equal(other, leaf, err_msg=jax.tree_util.keystr(path))
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(other, leaf, rounding if name.endswith("threshold") else 0, err_msg=name)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
@@ -38,7 +40,8 @@ def test_a_whole_step_is_the_same_with_each_implementation(name: str):
     expected = run(*transports.workers(row, SIZE))
     with kernels_pallas.using("interpret"):
         got = run(*transports.workers.__wrapped__(row, SIZE))
-    assert_equal(got, expected)
+    # Gaussian-k's threshold is made of sums of floats.
+    assert_equal(got, expected, rounding=1e-6 if name == "gaussiank" else 0)
 
 
 def run(state, update):

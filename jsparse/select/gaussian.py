@@ -6,7 +6,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import count_above
+from kernels_pallas import choose, count_above, magnitude_statistics
 
 from .._density import elements_kept
 from .._sparse_vector import SparseVector
@@ -39,8 +39,8 @@ class GaussianThreshold(ByDensity):
     ) -> tuple[SparseVector, SelectorState]:
         k = elements_kept(self.density, acc.shape[0])
         quantile = statistics.NormalDist().inv_cdf(1 - self.density / 2)
-        mean, largest = jnp.mean(acc), jnp.max(jnp.abs(acc))
-        estimate = jnp.abs(mean) + quantile * jnp.sqrt(jnp.maximum(jnp.mean(acc**2) - mean**2, 0))
+        largest, mean, mean_square = choose(None, {"xla": _describe, "triton": _describe_in_one_read}, acc)
+        estimate = jnp.abs(mean) + quantile * jnp.sqrt(jnp.maximum(mean_square - mean**2, 0))
         # What overflowed while it was squared, too.
         threshold = jnp.where(estimate < largest, estimate, largest)
 
@@ -48,3 +48,14 @@ class GaussianThreshold(ByDensity):
         raised = scale_threshold(acc, start, 1 / SCALE, lambda count: count > 4 / 3 * k, ROUNDS)
         threshold, _ = scale_threshold(acc, raised, SCALE, lambda count: count < 3 / 4 * k, ROUNDS)
         return take_above(acc, threshold, self.density, step)
+
+
+def _describe(acc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest magnitude, the mean and the mean square."""
+    return jnp.max(jnp.abs(acc)), jnp.mean(acc), jnp.mean(acc**2)
+
+
+def _describe_in_one_read(acc: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same on a GPU, to rounding."""
+    found = magnitude_statistics(acc, implementation="interpret" if interpret else "triton")
+    return found.largest, found.mean, found.mean_square

@@ -256,29 +256,24 @@ def operations() -> list[Operation]:
         "jnp.nonzero": accumulate_by_nonzero,
         "triton, two passes": two_passes(accumulate_tuned),
     }
+    accumulate_and_select = Operation(
+        "accumulate_and_select",
+        ("gradient", "residual", "level"),
+        accumulate,
+        lambda n, k: 12 * n + 8 * k,
+        donate=(1,),
+        beside=accumulating,
+        torch=accumulate_in_torch,
+        tuned=accumulate_tuned,
+        options=BLOCKS | SLOTS,
+    )
     return [
         Operation("copy", ("x",), copy, lambda n, k: 8 * n, forms=("xla",)),
-        Operation(
-            "accumulate_and_select",
-            ("gradient", "residual", "level"),
-            accumulate,
-            lambda n, k: 12 * n + 8 * k,
-            donate=(1,),
-            beside=accumulating,
-            torch=accumulate_in_torch,
-            tuned=accumulate_tuned,
-            options=BLOCKS | SLOTS,
-        ),
-        Operation(
-            "accumulate_and_select, bfloat16",
-            ("narrow gradient", "residual", "level"),
-            accumulate,
-            lambda n, k: 10 * n + 8 * k,
-            donate=(1,),
-            beside=accumulating,
-            torch=accumulate_in_torch,
-            tuned=accumulate_tuned,
-            options=BLOCKS | SLOTS,
+        accumulate_and_select,
+        accumulate_and_select._replace(
+            name="accumulate_and_select, bfloat16",
+            inputs=("narrow gradient", "residual", "level"),
+            moved=lambda n, k: 10 * n + 8 * k,
         ),
         Operation(
             "select_above",
