@@ -1,5 +1,7 @@
 """The published dense algorithms by name."""
 
+from typing import Literal
+
 from ._a2sgd import A2SGD, MeansConfig
 from ._comm import CommLike, as_comm
 from ._config import Config
@@ -58,7 +60,12 @@ def parameter_server(comm: CommLike, *, staleness: int = 0) -> SparseAllReduce:
 
 
 def qsgd(
-    comm: CommLike, *, levels: int = 4, bucket: int | None = 512, split: bool = False, error_feedback: bool = False
+    comm: CommLike,
+    *,
+    levels: int = 4,
+    bucket: int | None = 512,
+    split: bool | Literal["ring"] = False,
+    error_feedback: bool = False,
 ) -> SparseAllReduce:
     """QSGD: averages gradients that each worker rounds at random to a few levels, right in expectation.
 
@@ -83,7 +90,7 @@ def qsgd(
 
 
 def quantized(
-    comm: CommLike, *, quantize: Quantizer, split: bool = True, error_feedback: bool | None = None
+    comm: CommLike, *, quantize: Quantizer, split: bool | Literal["ring"] = True, error_feedback: bool | None = None
 ) -> SparseAllReduce:
     """Averages dense gradients in fewer bits: TernGrad, signs with a scale, 8 bits a value, bfloat16, float16.
 

@@ -215,6 +215,19 @@ ROWS = [
     ),
     Row("quantized-bf16", lambda comm, density: jsparse.quantized(comm, quantize=BF16), sizes=(3,), sparse=False),
     Row(
+        "quantized-ring",
+        lambda comm, density: jsparse.quantized(comm, quantize=BF16, split="ring"),
+        sizes=(3, 8),
+        sparse=False,
+    ),
+    Row(
+        "quantized-ring-blocks",
+        lambda comm, density: jsparse.quantized(comm, quantize=quantize.Block8(), split="ring"),
+        sizes=(3,),
+        sparse=False,
+        exact=False,
+    ),
+    Row(
         "quantized-sign",
         lambda comm, density: jsparse.quantized(comm, quantize=quantize.Sign()),
         sizes=(3,),

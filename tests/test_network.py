@@ -81,10 +81,13 @@ def until(condition, seconds: float = 10) -> bool:
 
 
 @needs_network
-def test_a_command_finds_its_place(capsys):
+def test_a_command_finds_its_place(capsys, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     with Network(3, "1gbit") as network:
         show = "hostname; hostname -i; pwd; echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"
-        assert run_everywhere(network, ["sh", "-c", f"{show}; ls /sys/class/net | grep -v lo; nproc"]) == [0, 0, 0]
+        assert run_everywhere(
+            network, ["sh", "-c", f"{show}; ls /sys/class/net | grep -v lo; nproc; echo $GLIBC_TUNABLES"]
+        ) == [0, 0, 0]
     lines = capsys.readouterr().out.splitlines()
     for rank in range(3):
         assert [line.split(" ", 1)[1] for line in lines if line.startswith(f"[{rank}]")] == [
@@ -94,7 +97,10 @@ def test_a_command_finds_its_place(capsys):
             f"{rank} of 3 at 10.0.0.1:12321",
             "eth0",
             str(len(share_of(sorted(os.sched_getaffinity(0)), rank, 3))),
+            "glibc.malloc.hugetlb=1",
         ]
+    monkeypatch.setenv("GLIBC_TUNABLES", "")  # What somebody asks for, nothing included, stays.
+    assert network.environment(0)["GLIBC_TUNABLES"] == ""
 
 
 @needs_network

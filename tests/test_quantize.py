@@ -214,7 +214,7 @@ def test_unbiased_means_of_a_whole_step():
     """QSGD without error feedback: over 400 steps the mean update is the mean gradient, within 5 standard errors."""
     size, steps = 3, 400
     gradients = np.stack([vector(seed=worker) for worker in range(size)])
-    for split in (False, True):
+    for split in (False, True, "ring"):
         tx = jsparse.qsgd("workers", split=split)
 
         def run(gradient, tx=tx):
@@ -239,7 +239,7 @@ def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
     tx = jsparse.quantized("workers", quantize=quantizer, split=split)
     update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="workers"))
     total = np.asarray(update(gradients), np.float64)[0] * size
-    rows = -(-M // size) if split else M
+    rows = 2 * -(-M // (2 * size)) if split else M
     padded = np.pad(gradients, ((0, 0), (0, rows * -(-M // rows) - M))).reshape(size, -1, rows)
     read = np.stack([[coded(quantizer, row) for row in worker] for worker in padded]).astype(np.float64)
     if split:
@@ -253,3 +253,32 @@ def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
         assert np.isclose(total, again, rtol=1e-6, atol=1e-6).mean() > 0.99
     else:
         np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantizer", [Block8(64), BFloat16(), Float16()], ids=["8 bits", "bfloat16", "float16"])
+@pytest.mark.parametrize("n", [M, 12, 5, 1])
+def test_a_sum_in_a_ring(quantizer, n: int):
+    """Each part summed and rounded from its owner's successor on, in numpy; what is rounded away is all there is left."""
+    size = 4
+    gradients = np.stack([vector(seed=worker)[:n] for worker in range(size)])
+    tx = jsparse.quantized("workers", quantize=quantizer, split="ring", error_feedback=True)
+
+    def step(gradient):
+        update, state = tx.update(gradient, tx.init(gradient))
+        return update, state.buckets[0].residual
+
+    updates, residuals = map(np.asarray, jax.jit(jax.vmap(step, axis_name="workers"))(gradients))
+    assert (updates == updates[0]).all()
+    block = 2 * -(-n // (2 * size))
+    padded = np.pad(gradients, ((0, 0), (0, block * size - n))).reshape(size, size, block)
+    total = np.zeros((size, block), np.float32)
+    left = np.zeros_like(padded)
+    for part in range(size):
+        for hop in range(1, size + 1):
+            worker = (part + hop) % size
+            reached = total[part] + padded[worker, part]
+            total[part] = coded(quantizer, reached)
+            left[worker, part] = reached - total[part]
+    np.testing.assert_allclose(updates[0] * size, total.reshape(-1)[:n], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(residuals, left.reshape(size, -1)[:, :n], atol=1e-5)
+    np.testing.assert_allclose(updates[0] * size + residuals.sum(0), gradients.sum(0), atol=1e-5)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,27 @@ class Quantized:
     Attributes:
       quantize: the quantizer.
       split: how they travel. False, as in QSGD: everyone's whole vector to everyone. True: each worker sums a part of
-        the vector and quantizes the sum again, so that little more is sent however many workers there are. What that
-        rounds away it has in its residual, unrounded until the next sum.
+        the vector, which an all-to-all brings, and quantizes the sum again, so that little more is sent however many
+        workers there are. ``"ring"``: each part goes round, and every worker adds its own and quantizes what it has so
+        far; for quantizers that round little. What a worker rounds away of a sum it has in its residual, unrounded
+        until the next sum.
 
-    **Cost**, with b bits a value: ``(P-1) n b/32`` words and ``log P`` messages; split ``2 (P-1)/P n b/32`` words and
-    ``P - 1 + log P`` messages.
+    **Cost**, with b bits a value: ``(P-1) n b/32`` words and ``log P`` messages; split, in a ring too,
+    ``2 (P-1)/P n b/32`` words and ``P - 1 + log P`` messages.
 
     References:
-      Alistarh et al., QSGD, NIPS 2017, Algorithm 1; Tang et al., 1-bit Adam, ICML 2021 (split).
+      Alistarh et al., QSGD, NIPS 2017, Algorithm 1; Tang et al., 1-bit Adam, ICML 2021 (split);
+      Patarasuk and Yuan, JPDC 2009 (the ring).
     """
 
     sparse: ClassVar[bool] = False
 
     quantize: Quantizer
-    split: bool = False
+    split: bool | Literal["ring"] = False
 
     def __post_init__(self):
+        if self.split not in (False, True, "ring"):
+            raise ValueError(f'split is {self.split!r}; choose False, True or "ring"')
         if isinstance(self.quantize, Codebook):
             raise ValueError(
                 f"quantize is {self.quantize}, in which a zero is not zero: it is for the values of sparse vectors, as "
@@ -56,33 +61,70 @@ class Quantized:
         self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Wire
     ) -> tuple[jax.Array, jax.Array, tuple[()]]:
         key = quantizer_key(self.quantize, step, comm.rank())
-        n, size, dtype = x.shape[0], comm.size, x.dtype
-        if not self.split:
-            message = self.quantize.encode(x, key)
-            rows = comm.all_gather(message)
-            total = _sum(rows, lambda i: self.quantize.decode(rows[i], n, dtype), n, dtype)
-            return total, self.quantize.decode(message, n, dtype), state
-        block, rank = -(-n // size), comm.rank()
-        parts = jnp.pad(x, (0, block * size - n)).reshape(size, block)
+        n, dtype = x.shape[0], x.dtype
+        if self.split:
+            reduce = self._ring if self.split == "ring" else self._owners
+            everyone, delivered = reduce(comm, x, key, step)
+            return everyone.reshape(-1)[:n], delivered.reshape(-1)[:n], state
+        message = self.quantize.encode(x, key)
+        rows = comm.all_gather(message)
+        total = _sum(rows, lambda i: self.quantize.decode(rows[i], n, dtype), n, dtype)
+        return total, self.quantize.decode(message, n, dtype), state
+
+    def _owners(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums each part on one worker: the sum's parts, and those of what is delivered of ``x``, in rows."""
+        size, rank, dtype = comm.size, comm.rank(), x.dtype
+        block = _block(x.shape[0], size)
+        parts = jnp.pad(x, (0, block * size - x.shape[0])).reshape(size, block)
         messages = jax.vmap(self.quantize.encode)(parts, jax.random.split(key, size))
         arrived = comm.all_to_all(messages)
+        own = _part(x, rank, size)
 
-        def part(i):
-            # What a worker does not send to another is not rounded.
-            return jnp.where(i == rank, parts[rank], self.quantize.decode(arrived[i], block, dtype))
-
-        mine = _sum(arrived, part, block, dtype)
+        # What a worker does not send to another is not rounded.
+        mine = _sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), block, dtype)
         # Another step's number, so that the two roundings draw different numbers.
         everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
-        read = jax.vmap(lambda message: self.quantize.decode(message, block, dtype))(messages)
-        own = lax.iota(jnp.int32, size)[:, None] == rank
-        delivered = jnp.where(own, parts + (rounded - mine)[None], read)
-        return everyone.reshape(-1)[:n], delivered.reshape(-1)[:n], state
+        read = jax.vmap(self._read)(messages, parts)
+        is_own = lax.iota(jnp.int32, size)[:, None] == rank
+        return everyone, jnp.where(is_own, parts + (rounded - mine)[None], read)
+
+    def _ring(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Likewise, each part summed on its way round, from its owner's successor to its owner."""
+        size, rank = comm.size, comm.rank()
+        message, delivered = None, []
+        for hop, draw in enumerate(jax.random.split(key, size)):
+            own = total = _part(x, (rank - 1 - hop) % size, size)
+            if message is not None:
+                arrived = comm.ppermute(message, [(source, (source + 1) % size) for source in range(size)])
+                total = self._read(arrived, own) + own
+            message = self.quantize.encode(total, draw)
+            delivered.append(own + (self._read(message, own) - total))
+        everyone = jax.vmap(lambda row: self._read(row, own))(comm.all_gather(message))
+        return everyone, jnp.stack(delivered)[(rank - 1 - lax.iota(jnp.int32, size)) % size]
+
+    def _read(self, message: jax.Array, like: jax.Array) -> jax.Array:
+        return self.quantize.decode(message, like.shape[0], like.dtype)
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        row = 4 * self.quantize.words(-(-n // size) if self.split else n, dtype)
+        row = 4 * self.quantize.words(_block(n, size) if self.split else n, dtype)
         gather = collective_cost("all_gather", row, size)
-        return in_turn(collective_cost("all_to_all", size * row, size), gather) if self.split else in_turn(gather)
+        if not self.split:
+            return in_turn(gather)
+        around = collective_cost("ppermute", row, size) * (size - 1)
+        return in_turn(around if self.split == "ring" else collective_cost("all_to_all", size * row, size), gather)
+
+
+def _block(n: int, size: int) -> int:
+    """The length of a part: even, so that two values of half a word fill words."""
+    return -(-n // (2 * size)) * 2
+
+
+def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
+    """The i-th of ``size`` parts, zeros at the end. No copy of the vector is padded for it, but what is no whole part."""
+    block = _block(x.shape[0], size)
+    whole, rest = divmod(x.shape[0], block)
+    last = jnp.where(i == whole, jnp.pad(x[whole * block :], (0, block - rest)), 0)
+    return jnp.where(i < whole, lax.dynamic_slice(x, (i * block,), (block,)), last) if whole else last
 
 
 def _sum(rows: jax.Array, read: Callable[[jax.Array], jax.Array], m: int, dtype: DTypeLike) -> jax.Array:

@@ -124,9 +124,13 @@ class Network:
         return f"host{rank}"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What tells a program which of how many it is and where the first one listens: for JAX, and for PyTorch."""
+        """What tells a program which of how many it is and where the first one listens: for JAX, and for PyTorch.
+
+        And has new memory in huge pages, where nothing else is asked of glibc.
+        """
         first = self.address(0)
         return {
+            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
             "JSPARSE_RANK": str(rank),
             "JSPARSE_SIZE": str(self.hosts),
             "JAX_COORDINATOR_ADDRESS": f"{first}:{JAX_PORT}",

@@ -1,7 +1,7 @@
 """What ``jsparse bench network`` compares: a row for each."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .. import _dense_presets, quantize, select, wire
 from .. import _presets as presets
@@ -34,13 +34,20 @@ def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any
     return form
 
 
+def float16(split: bool | Literal["ring"]):
+    """Casts to float16, as DDP's hook does: with ``"ring"`` sums on their way, too."""
+
+    def form(comm: Any, density: float) -> SparseAllReduce:
+        return _dense_presets.quantized(comm, quantize=quantize.Float16(), split=split, error_feedback=False)
+
+    return form
+
+
 BF16, FOUR_BITS = wire.Compact(quantize.BFloat16()), wire.Compact(quantize.Codebook(4))
 FORMS = [
     Form("dense", lambda comm, density: _dense_presets.dense(comm)),
-    Form(
-        "dense, float16",
-        lambda comm, density: _dense_presets.quantized(comm, quantize=quantize.Float16(), error_feedback=False),
-    ),
+    Form("dense, float16", float16(split=True)),
+    Form("dense, float16, ring", float16(split="ring")),
     Form("oktopk", preset(presets.oktopk)),
     Form("oktopk, dense update", preset(presets.oktopk), dense_update=True),
     Form("oktopk, sampled", preset(presets.oktopk, select.SampledThreshold)),
