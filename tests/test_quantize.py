@@ -258,7 +258,7 @@ def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
 @pytest.mark.parametrize("quantizer", [Block8(64), BFloat16(), Float16()], ids=["8 bits", "bfloat16", "float16"])
 @pytest.mark.parametrize("n", [M, 12, 5, 1])
 def test_a_sum_in_a_ring(quantizer, n: int):
-    """Each part summed and rounded from its owner's successor on, in numpy; what is rounded away is all there is left."""
+    """Each part summed and rounded in numpy, from its owner's successor on; what is rounded away is what is left."""
     size = 4
     gradients = np.stack([vector(seed=worker)[:n] for worker in range(size)])
     tx = jsparse.quantized("workers", quantize=quantizer, split="ring", error_feedback=True)

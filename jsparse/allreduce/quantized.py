@@ -120,7 +120,7 @@ def _block(n: int, size: int) -> int:
 
 
 def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
-    """The i-th of ``size`` parts, zeros at the end. No copy of the vector is padded for it, but what is no whole part."""
+    """The i-th of ``size`` parts, zeros at the end; only what is no whole part is copied."""
     block = _block(x.shape[0], size)
     whole, rest = divmod(x.shape[0], block)
     last = jnp.where(i == whole, jnp.pad(x[whole * block :], (0, block - rest)), 0)
