@@ -91,13 +91,15 @@ class Quantized:
     def _ring(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Likewise, each part summed on its way round, from its owner's successor to its owner."""
         size, rank = comm.size, comm.rank()
-        message, delivered = None, []
-        for hop, draw in enumerate(jax.random.split(key, size)):
-            own = total = _part(x, (rank - 1 - hop) % size, size)
-            if message is not None:
-                arrived = comm.ppermute(message, [(source, (source + 1) % size) for source in range(size)])
-                total = self._read(arrived, own) + own
-            message = self.quantize.encode(total, draw)
+        keys = jax.random.split(key, size)
+        own = _part(x, (rank - 1) % size, size)
+        message = self.quantize.encode(own, keys[0])
+        delivered = [self._read(message, own)]
+        for hop in range(1, size):
+            arrived = comm.ppermute(message, [(source, (source + 1) % size) for source in range(size)])
+            own = _part(x, (rank - 1 - hop) % size, size)
+            total = self._read(arrived, own) + own
+            message = self.quantize.encode(total, keys[hop])
             delivered.append(own + (self._read(message, own) - total))
         everyone = jax.vmap(lambda row: self._read(row, own))(comm.all_gather(message))
         return everyone, jnp.stack(delivered)[(rank - 1 - lax.iota(jnp.int32, size)) % size]
