@@ -63,8 +63,8 @@ class Quantized:
         key = quantizer_key(self.quantize, step, comm.rank())
         n, dtype = x.shape[0], x.dtype
         if self.split:
-            reduce = self._ring if self.split == "ring" else self._owners
-            everyone, delivered = reduce(comm, x, key, step)
+            ring = self.split == "ring"
+            everyone, delivered = self._ring(comm, x, key) if ring else self._owners(comm, x, key, step)
             return everyone.reshape(-1)[:n], delivered.reshape(-1)[:n], state
         message = self.quantize.encode(x, key)
         rows = comm.all_gather(message)
@@ -88,7 +88,7 @@ class Quantized:
         is_own = lax.iota(jnp.int32, size)[:, None] == rank
         return everyone, jnp.where(is_own, parts + (rounded - mine)[None], read)
 
-    def _ring(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _ring(self, comm: Comm, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Likewise, each part summed on its way round, from its owner's successor to its owner."""
         size, rank = comm.size, comm.rank()
         keys = jax.random.split(key, size)
