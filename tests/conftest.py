@@ -20,6 +20,12 @@ if PLUGIN.is_dir():
     sys.path.append(str(PLUGIN))
     jax.config.update("jax_platforms", "cpu")
 
+# Tracing makes millions of objects, nearly all of which go without it: the collector would take a twelfth of the time.
+gc.set_threshold(100_000, 50, 100)
+
+# Files whose tests share executables with each other.
+TOGETHER = {"test_allreduce.py", "test_gather.py", "test_kernels.py", "test_quantize.py", "test_selectors.py"}
+
 PROCESS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count(1)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -41,10 +47,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
-        # Tests that share an executable run in the same process.
+        # Tests that share an executable run in the same process: those of a row, one test with all its parameters, and
+        # of some files all that is left.
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "row" in params:
             item.add_marker(pytest.mark.xdist_group(f"{params['row']}-{params.get('size')}"))
+        elif not item.get_closest_marker("xdist_group"):
+            together = item.path.name if item.path.name in TOGETHER else item.nodeid.partition("[")[0]
+            item.add_marker(pytest.mark.xdist_group(together))
 
 
 def pytest_runtest_teardown(item, nextitem):

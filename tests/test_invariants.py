@@ -339,10 +339,7 @@ def test_every_element_gets_its_turn(row: Row, size: int, scenario: str):
 @pytest.mark.parametrize("row, size", CASES)
 def test_traffic_is_what_is_sent(row: Row, size: int):
     """Invariant 3: what a step says it sent is what one way through the traced program sends, to the word."""
-    state, _ = transports.workers(row, size)
-    tx = row.make(transports.axis(row), DENSITY)
-    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    traffic = jsparse.traffic(tx.update, transports.zeros(), local, axis_sizes=transports.axis_sizes(row, size))
+    traffic = transports.traffic(row, size)
     if row.bound:
         assert traffic.bytes / 4 <= row.bound(N, max(1, round(DENSITY * N)), size)
     ways = ways_through(traffic)
