@@ -9,6 +9,8 @@ import sys
 import jax
 import pytest
 
+import processes
+
 # Most of the suite's time is compilation: cheap machine code will do, unless asked otherwise.
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):  # Later ones end the process at a flag that they do not know.
@@ -20,8 +22,7 @@ if PLUGIN.is_dir():
     sys.path.append(str(PLUGIN))
     jax.config.update("jax_platforms", "cpu")
 
-# Tracing makes millions of objects, nearly all of which go without it: the collector would take a twelfth of the time.
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(*processes.GARBAGE)
 
 # Files whose tests share executables with each other.
 TOGETHER = {"test_allreduce.py", "test_gather.py", "test_kernels.py", "test_quantize.py", "test_selectors.py"}
