@@ -331,7 +331,9 @@ def test_counts_on_real_gradients(select, limit: float, monkeypatch, tmp_path):
         lambda density: jsparse.oktopk("workers", density=density, select=select and select(density)),
     )
     figures = tmp_path / "runs.json"
-    train.main(["--algorithm", "tested", "--epochs", "18", "--json", str(figures), "--plot", str(tmp_path / "x.png")])
+    # As many steps as by default, of half the workers.
+    options = ["--epochs", "18", "--workers", "4", "--batch", "32", "--plot", str(tmp_path / "x.png")]
+    train.main(["--algorithm", "tested", *options, "--json", str(figures)])
     (result,) = json.loads(figures.read_text())
     assert len(result["loss"]) >= 198
     k = result["k"]
