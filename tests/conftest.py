@@ -9,6 +9,8 @@ import sys
 import jax
 import pytest
 
+import processes
+
 # Most of the suite's time is compilation: cheap machine code will do, unless asked otherwise.
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if jax.__version_info__ < (0, 11):  # Later ones end the process at a flag that they do not know.
@@ -19,6 +21,11 @@ PLUGIN = pathlib.Path(sys.prefix) / "cuda"
 if PLUGIN.is_dir():
     sys.path.append(str(PLUGIN))
     jax.config.update("jax_platforms", "cpu")
+
+gc.set_threshold(*processes.GARBAGE)
+
+# Files whose tests share executables with each other.
+TOGETHER = {"test_allreduce.py", "test_gather.py", "test_kernels.py", "test_quantize.py", "test_selectors.py"}
 
 PROCESS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count(1)
@@ -41,10 +48,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
-        # Tests that share an executable run in the same process.
+        # Tests that share an executable run in the same process: those of a row, one test with all its parameters, and
+        # of some files all that is left.
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "row" in params:
             item.add_marker(pytest.mark.xdist_group(f"{params['row']}-{params.get('size')}"))
+        elif not item.get_closest_marker("xdist_group"):
+            together = item.path.name if item.path.name in TOGETHER else item.nodeid.partition("[")[0]
+            item.add_marker(pytest.mark.xdist_group(together))
 
 
 def pytest_runtest_teardown(item, nextitem):

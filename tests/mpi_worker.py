@@ -5,6 +5,7 @@ check runs; one that fails ends all processes, its traceback on standard output.
 """
 
 import functools
+import gc
 import pathlib
 import pickle
 import sys
@@ -21,10 +22,12 @@ from jax import lax
 from mpi4py import MPI
 
 import jsparse
+import processes
 import scenarios
 import transports
 from algorithms import DENSITY, ROWS, Row
 
+gc.set_threshold(*processes.GARBAGE)
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 

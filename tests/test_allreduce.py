@@ -1,5 +1,6 @@
 """What is particular to single all-reduces; what all of them promise is in test_invariants."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 import jsparse
 import scenarios
+import transports
+from algorithms import ROWS, Row
 from jsparse._ledger import Metered
 from jsparse._sparse_vector import SparseVector
 from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather
@@ -129,23 +132,29 @@ def test_it_goes_dense_when_the_data_fill_it():
     assert sent(SsarSplitAllGather(), 200, 200) - agree - count == split + n // P * (P - 1)
 
 
-@pytest.mark.parametrize("topology", ["butterfly", "tree"])
-@pytest.mark.parametrize("size", [7, 8])
-def test_the_published_put_back_loses_mass_and_the_exact_one_none(topology: str, size: int):
+@pytest.mark.parametrize(
+    "row, size",
+    [
+        pytest.param(row, size, id=f"{row}-{size}")
+        for row in ROWS
+        for size in {"gtopk": (7, 8), "gtopk-tree": (3, 8)}.get(row.name, ())
+    ],
+)
+def test_the_published_put_back_loses_mass_and_the_exact_one_none(row: Row, size: int):
     """An index cut in an inner round comes back through another pair: Algorithm 4 neither sends nor keeps it."""
     gradients = scenarios.take("ordinary", size, 6)
+    published = functools.partial(jsparse.gtopk, put_back="paper", **row.oracle_args)
+    paper = dataclasses.replace(row, make=lambda comm, density: published(comm, density=density))
     lost = {}
-    for put_back in ("paper", "exact"):
-        tx = jsparse.gtopk(AXIS, density=0.05, topology=topology, put_back=put_back)
-        state = jax.vmap(tx.init, axis_name=AXIS)(gradients[0])
-        update = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
-        delivered = np.zeros_like(gradients[0][0])
+    for name, variant in (("paper", paper), ("exact", row)):
+        state, update = transports.workers(variant, size)
+        delivered = np.zeros(transports.N)
         for gradient in gradients:
-            updates, state = update(gradient, state)
-            delivered = delivered + np.round(np.asarray(updates[0], np.float64) * size)
-        kept = np.asarray(jsparse.residual(jax.tree.map(lambda x: x.reshape(-1), state))).sum(0, dtype=np.float64)
+            updates, state = update(transports.tree(gradient), state)
+            delivered = delivered + np.round(transports.flat(updates, size)[0].astype(np.float64) * size)
+        kept = np.asarray(state.buckets[0].residual).sum(0, dtype=np.float64)
         given = np.sum(gradients, axis=(0, 1), dtype=np.float64)
-        lost[put_back] = np.abs(given - kept - delivered).sum() / np.abs(delivered).sum()
+        lost[name] = np.abs(given - kept - delivered).sum() / np.abs(delivered).sum()
     assert lost["exact"] == 0
     assert lost["paper"] > 0.01
 

@@ -12,12 +12,12 @@ import jsparse
 import kernels_pallas
 import scenarios
 import transports
-from algorithms import ROWS
+from algorithms import ROWS, Row
 from gpus import abstract, devices, lowered, needs_plugin
 from jsparse import select
 
 SIZE, STEPS = 4, 3
-# Each kernel, as selectors and all-reduces use them.
+# Each kernel, as selectors and all-reduces use them; with as many workers as in other tests of these rows.
 NAMES = ["oktopk", "hitopk", "gaussiank"]
 OTHERS = ["oktopk-sampled", "oktopk-reused", "oktopk-mstopk", "gtopk", "topk_allgather-dgc", "oktopk-bf16"]
 DENSITY = 0.02
@@ -34,20 +34,26 @@ def assert_equal(got, expected, rounding: float = 0) -> None:
         np.testing.assert_allclose(other, leaf, rounding if name.endswith("threshold") else 0, err_msg=name)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_a_whole_step_is_the_same_with_each_implementation(name: str):
-    row = next(row for row in ROWS if row.name == name)
-    expected = run(*transports.workers(row, SIZE))
+@pytest.mark.parametrize(
+    "row, size",
+    [
+        pytest.param(row, 8 if row.gpus else 3, id=row.name, marks=[] if row.name in NAMES else [pytest.mark.slow])
+        for row in ROWS
+        if row.name in NAMES + OTHERS
+    ],
+)
+def test_a_whole_step_is_the_same_with_each_implementation(row: Row, size: int):
+    expected = run(*transports.workers(row, size), size)
     with kernels_pallas.using("interpret"):
-        got = run(*transports.workers.__wrapped__(row, SIZE))
+        got = run(*transports.workers.__wrapped__(row, size), size)
     # Gaussian-k's threshold is made of sums of floats.
-    assert_equal(got, expected, rounding=1e-6 if name == "gaussiank" else 0)
+    assert_equal(got, expected, rounding=1e-6 if row.name == "gaussiank" else 0)
 
 
-def run(state, update):
+def run(state, update, size: int):
     """Updates and states of some steps."""
     seen = []
-    for gradient in scenarios.take("ordinary", SIZE, STEPS):
+    for gradient in scenarios.take("ordinary", size, STEPS):
         updates, state = update(transports.tree(gradient.astype(np.float32)), state)
         seen.append((updates, state))
     return seen

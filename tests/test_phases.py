@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import jsparse
 import scenarios
 import transports
-from algorithms import Row
+from algorithms import ROWS, Row
 from transports import AXIS, LEVELS, N
 
 SIZE = 3
@@ -32,9 +32,16 @@ RUNS = {
 SCALE = 256
 
 
+# All that share an executable, with the row of the table that has the first of them.
+pytestmark = pytest.mark.xdist_group(f"phases-{SIZE}")
+
+
 @functools.cache
 def row(name: str) -> Row:
-    return Row(name, lambda comm, density: in_phases(*RUNS[name]))
+    found = Row(name, lambda comm, density: in_phases(*RUNS[name]))
+    config = found.make(AXIS, DENSITY).config
+    same = [row for row in ROWS if row.gpus is None and row.make(AXIS, DENSITY).config == config]
+    return same[0] if same else found
 
 
 def in_phases(*stages: jsparse.SparseAllReduce, **kwargs) -> jsparse.SparseAllReduce:

@@ -33,7 +33,7 @@ def in_one_process(name: str, workers: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("count", "devices", "names"),
     [
-        (2, 1, ["oktopk", "dsar"]),
+        (2, 1, ["dsar"]),
         (2, 2, ["dense", "oktopk-bf16", "gtopk", "hitopk", "a2sgd"]),
         (4, 1, ["oktopk", "hitopk"]),
         pytest.param(2, 1, list(process_presets.CASES), marks=pytest.mark.slow),

@@ -1,5 +1,6 @@
 """Quantizers against numpy: what they decode, that they are right in expectation, and what becomes of the odd value."""
 
+import functools
 import math
 
 import jax
@@ -33,15 +34,23 @@ def vector(dtype=np.float32, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_t(3, M).astype(dtype)
 
 
+@functools.cache
+def compiled(quantizer):
+    def code(values, key):
+        m = len(values)
+        message = quantizer.encode(values, key)
+        assert message.dtype == jnp.int32
+        assert message.shape == (quantizer.words(m, values.dtype),)
+        decoded = quantizer.decode(message, m, values.dtype)
+        assert decoded.shape == (m,)
+        assert decoded.dtype == values.dtype
+        return decoded
+
+    return jax.jit(code)
+
+
 def coded(quantizer, values: np.ndarray, seed: int = 0) -> np.ndarray:
-    m, values = len(values), jnp.asarray(values)
-    message = quantizer.encode(values, jax.random.key(seed))
-    assert message.dtype == jnp.int32
-    assert message.shape == (quantizer.words(m, values.dtype),)
-    decoded = quantizer.decode(message, m, values.dtype)
-    assert decoded.shape == (m,)
-    assert decoded.dtype == values.dtype
-    return np.asarray(decoded)
+    return np.asarray(compiled(quantizer)(jnp.asarray(values), jax.random.key(seed)))
 
 
 def in_buckets(values: np.ndarray, bucket: int | None):

@@ -1,5 +1,6 @@
 """Selectors: how near to k they come, over a vector and over a run."""
 
+import functools
 import json
 
 import jax
@@ -51,14 +52,20 @@ OTHERS = [
 ]
 
 
+@functools.cache
+def compiled(select):
+    """One executable for all tests of a selector: equal ones are the same."""
+    return jax.jit(select)
+
+
 def run(select, gradients, delivered_share: float):
     """Selects with error feedback; of what is selected only a share is delivered, as in Ok-Topk."""
-    step = jax.jit(lambda acc, state, t: select(acc, state, jnp.int32(t), jnp.int32(0)))
+    step = compiled(select)
     state, residual = select.init(N, jnp.float32), np.zeros(N, np.float32)
     rng = np.random.default_rng(0)
     for t, gradient in enumerate(gradients):
         acc = residual + gradient
-        x, state = step(jnp.asarray(acc), state, t)
+        x, state = step(jnp.asarray(acc), state, jnp.int32(t), jnp.int32(0))
         count = int(x.count)
         indices = np.asarray(x.indices)[:count]
         yield acc, np.asarray(x.values)[:count], indices, state
@@ -291,8 +298,7 @@ def test_degenerate_vectors(select, name: str):
         "few": np.eye(1, N, 7)[0] * 5,
         "one huge": np.where(np.arange(N) == 7, 3e38, 3.0),
     }[name].astype(np.float32)
-    state = select.init(N, jnp.float32)
-    call = jax.jit(select)
+    state, call = select.init(N, jnp.float32), compiled(select)
     for step in range(3):
         x, state = call(jnp.asarray(acc), state, jnp.int32(step), jnp.int32(0))
         least = most = {"zeros": 0, "few": 1}.get(name, K)
@@ -325,7 +331,9 @@ def test_counts_on_real_gradients(select, limit: float, monkeypatch, tmp_path):
         lambda density: jsparse.oktopk("workers", density=density, select=select and select(density)),
     )
     figures = tmp_path / "runs.json"
-    train.main(["--algorithm", "tested", "--epochs", "18", "--json", str(figures), "--plot", str(tmp_path / "x.png")])
+    # As many steps as by default, of half the workers.
+    options = ["--epochs", "18", "--workers", "4", "--batch", "32", "--plot", str(tmp_path / "x.png")]
+    train.main(["--algorithm", "tested", *options, "--json", str(figures)])
     (result,) = json.loads(figures.read_text())
     assert len(result["loss"]) >= 198
     k = result["k"]

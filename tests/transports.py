@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+import jsparse
 from algorithms import DENSITY, Row
 
 AXIS = "workers"
@@ -117,3 +118,12 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             return jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (size, *x.shape)), updates), state
 
     return jax.jit(init)(np.arange(size)), jax.jit(update)
+
+
+@functools.cache
+def traffic(row: Row, size: int) -> jsparse.Traffic:
+    """What a worker sends in one update, read off one trace for all who ask."""
+    tx = row.make(axis(row), DENSITY)
+    state = jax.eval_shape(vmapped(lambda _: tx.init(zeros()), row, size), np.arange(size))
+    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    return jsparse.traffic(tx.update, zeros(), local, axis_sizes=axis_sizes(row, size))
