@@ -256,6 +256,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         images = data.load(args.data, args.data_dir)
         processes.join(args)
+        for name in args.algorithm:  # Refused, if they are, before anything has been trained.
+            ALGORITHMS[name](args.density)
         columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
         with rich.progress.Progress(*columns, disable=jax.process_index() > 0) as progress:
             runs = [train(name, images, args, progress) for name in args.algorithm]

@@ -116,7 +116,7 @@ def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
         (["--data", "mnist"], "--data-dir"),
         (["--data", "mnist", "--data-dir", "/nowhere"], "is not a directory"),
         (["--algorithm", "best"], "invalid choice"),
-        (["--algorithm", "oktopk", "--density", "2"], "density is 2.0"),
+        (["--density", "2"], "density is 2.0"),
         (["--batch", "4000"], "take fewer workers"),
         (["--workers", "0"], "0 workers"),
         (["--workers", "1000"], "1000 workers need as many devices"),
