@@ -12,7 +12,7 @@ import pytest
 
 from jsparse import cli
 from jsparse.cli import _network
-from jsparse.cli._network import Network, bits_per_second, run_everywhere, share_of
+from jsparse.cli._network import MALLOC, Network, bits_per_second, run_everywhere, share_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -45,6 +45,7 @@ elif os.environ["RANK"] == "1":
         except ConnectionRefusedError:
             time.sleep(0.01)
     link.sendall(bytes(amount))
+    print("control", link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
 """
 
 
@@ -97,7 +98,7 @@ def test_a_command_finds_its_place(capsys, monkeypatch):
             f"{rank} of 3 at 10.0.0.1:12321",
             "eth0",
             str(len(share_of(sorted(os.sched_getaffinity(0)), rank, 3))),
-            "glibc.malloc.hugetlb=1",
+            MALLOC,
         ]
     monkeypatch.setenv("GLIBC_TUNABLES", "")  # What somebody asks for, nothing included, stays.
     assert network.environment(0)["GLIBC_TUNABLES"] == ""
@@ -119,8 +120,10 @@ def test_links_have_their_rate_and_are_counted(capsys):
             assert sent[2] < 1000
             assert sent[0] < 0.05 * amount
             # What may go at once, at both ends, goes faster; a busy machine makes it slower.
-            took = float(capsys.readouterr().out.split()[-1])
-            assert 0.8 * seconds < took < 3 * seconds
+            said = dict(line.split()[1:] for line in capsys.readouterr().out.splitlines())
+            assert 0.8 * seconds < float(said["seconds"]) < 3 * seconds
+            if "cubic" in pathlib.Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
+                assert said["control"] == "cubic"
 
 
 @needs_network

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 INTERFACE = "eth0"
 JAX_PORT, TORCH_PORT = 12321, 12322
+# New memory in huge pages, and freed memory kept: every step takes as much again.
+MALLOC = ":".join(f"glibc.malloc.{x}" for x in ("hugetlb=1", "mmap_max=0", "trim_threshold=1099511627776"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 # Held once all of the namespaces are made; ends, and they with it, when its input does.
 HOLD = """set -e
@@ -126,11 +128,11 @@ class Network:
     def environment(self, rank: int) -> dict[str, str]:
         """What tells a program which of how many it is and where the first one listens: for JAX, and for PyTorch.
 
-        And has new memory in huge pages, where nothing else is asked of glibc.
+        And has glibc keep memory (:data:`MALLOC`), where nothing else is asked of it.
         """
         first = self.address(0)
         return {
-            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC),
             "JSPARSE_RANK": str(rank),
             "JSPARSE_SIZE": str(self.hosts),
             "JAX_COORDINATOR_ADDRESS": f"{first}:{JAX_PORT}",
@@ -199,6 +201,10 @@ class Network:
                 "link set lo up",
             ]
             _configure(holder, "ip", here)
+            # As Linux does by default, whatever this machine does; few kernels lack it.
+            route = f"dev {INTERFACE} proto kernel scope link src {self.address(rank)}"
+            with contextlib.suppress(ValueError):
+                _configure(holder, "ip", [f"route change 10.0.0.0/24 {route} congctl cubic"])
         self.set_rate(self._rate)
 
     def _shape(self, holder: "subprocess.Popen[str]", interface: str, rate: str, latency: str | None = None) -> None:
