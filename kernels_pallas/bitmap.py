@@ -27,23 +27,30 @@ def pack(mask: jax.Array) -> jax.Array:
     >>> pack(jnp.array([True, False, True]))
     Array([5], dtype=uint32)
     """
-    words, tail = _pack_parts(mask)
+    columns, tail = _columns(mask)
+    # The columns of the columns' bits are the rows.
+    words = _pack_columns((columns[:, :, None] & _bits()[None, None]) != 0).reshape(-1)
     return jnp.concatenate([words, tail]) if tail.shape[0] else words
 
 
-def _pack_parts(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The words of the first whole stretches and those of the ragged rest, apart.
+def _columns(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Words of the mask's whole squares of 32 by 32 elements, one of each column: shape ``(squares, 32)``; and the rest.
 
-    XLA shares a loop out between a CPU's cores, and vectorizes it three times better when each gets an equal part.
+    XLA shares a loop out between a CPU's cores, and vectorizes it best when each gets an equal part.
     """
     whole = mask.shape[0] // STRETCH * STRETCH
-    rest = jnp.pad(mask[whole:], (0, (whole - mask.shape[0]) % WORD))
-    bits = jnp.uint32(1) << lax.iota(jnp.uint32, WORD)
-    words, tail = (
-        jnp.sum(jnp.where(part.reshape(-1, WORD), bits, jnp.uint32(0)), axis=1, dtype=jnp.uint32)
-        for part in (mask[:whole], rest)
-    )
-    return words, tail
+    rest = jnp.pad(mask[whole:], (0, (whole - mask.shape[0]) % WORD)).reshape(-1, WORD)
+    tail = jnp.sum(jnp.where(rest, _bits(), jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+    return _pack_columns(mask[:whole].reshape(-1, WORD, WORD)), tail
+
+
+def _pack_columns(squares: jax.Array) -> jax.Array:
+    """Sums over columns, which XLA on a CPU vectorizes three times better than sums over rows."""
+    return jnp.sum(jnp.where(squares, _bits()[:, None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+
+
+def _bits() -> jax.Array:
+    return jnp.uint32(1) << lax.iota(jnp.uint32, WORD)
 
 
 def count(words: jax.Array) -> jax.Array:
@@ -53,8 +60,8 @@ def count(words: jax.Array) -> jax.Array:
 
 def count_mask(mask: jax.Array) -> jax.Array:
     """The number of true elements of a mask, int32: by way of words, many times faster on a CPU than its sum."""
-    words, tail = _pack_parts(mask)
-    return count(words) + count(tail)
+    columns, tail = _columns(mask)
+    return count(columns) + count(tail)
 
 
 def mark(words: jax.Array, indices: jax.Array) -> jax.Array:
