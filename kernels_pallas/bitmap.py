@@ -34,7 +34,7 @@ def pack(mask: jax.Array) -> jax.Array:
 
 
 def _columns(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Words of the mask's whole squares of 32 by 32 elements, one of each column: shape ``(squares, 32)``; and the rest.
+    """The columns of the mask's whole squares of 32 by 32 elements, a word each, shape ``(squares, 32)``; and the rest.
 
     XLA shares a loop out between a CPU's cores, and vectorizes it best when each gets an equal part.
     """

@@ -189,7 +189,8 @@ class Selecting:
 
         def step(grad, residual, state, number):
             leaf = grad[:n]
-            acc = accumulate(Layout.of([leaf]), residual, [leaf], jnp.array(True), 1)
+            # Not a constant, with which XLA adds in another, slower way than in a step.
+            acc = accumulate(Layout.of([leaf]), residual, [leaf], number >= 0, 1)
             x, state = config.select(acc, state, number, jnp.int32(0))
             # What was selected is delivered, and all the rest stays.
             return acc, x, state
