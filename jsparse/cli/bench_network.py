@@ -263,13 +263,18 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
             axes.barh(labels, widths, left=begin, color=f"C{number}", label=part)
             begin = [b + w for b, w in zip(begin, widths, strict=True)]
         # PyTorch's, whose parts are not told apart; and what noise has made shorter than its computing.
-        whole = [max(result["median_ms"] - b, 0.0) for result, b in zip(ordered, begin, strict=True)]
-        bars = axes.barh(labels, whole, left=begin, color="0.6", label="not told apart")
-        axes.bar_label(bars, [f"{result['median_ms']:,.0f}" for result in ordered], padding=3, fontsize="small")
+        ends = [max(result["median_ms"], b) for result, b in zip(ordered, begin, strict=True)]
+        rest = [end - b for end, b in zip(ends, begin, strict=True)]
+        axes.barh(labels, rest, left=begin, color="0.6", label="not told apart")
         axes.plot([result["floor_ms"] for result in ordered], labels, "|k", markersize=9, label="floor")
-        # The longest would leave the others no room.
-        longest = sorted(result["median_ms"] for result in ordered)[-1 - len(ordered) // 5]
-        axes.set(xlim=(0, 1.15 * longest), xlabel="ms", title=f"{figures['hosts']} hosts at {rate}")
+        # The longest would leave the others no room: they are cut off.
+        limit = 1.15 * sorted(result["median_ms"] for result in ordered)[-1 - len(ordered) // 5]
+        for label, end, result in zip(labels, ends, ordered, strict=True):
+            text, cut = f"{result['median_ms']:,.0f}", end > limit
+            offset, side, color = (-3, "right", "white") if cut else (3, "left", "black")
+            place = {"textcoords": "offset points", "ha": side, "va": "center"}
+            axes.annotate(text, (min(end, limit), label), (offset, 0), color=color, fontsize="small", **place)
+        axes.set(xlim=(0, limit), xlabel="ms", title=f"{figures['hosts']} hosts at {rate}")
     panels[0][-1].legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=80)
     plt.close(figure)
