@@ -220,6 +220,14 @@ def test_top_k_of_anything(x: np.ndarray, k: int):
     assert_run(padded, jitted_top_k(padded, k)[0], top_k(padded, k))
 
 
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 1024, 2047, 2048, 2049, 3 * 2048, 5 * 2048 + 1055])
+def test_packing_keeps_every_bit_in_its_place(n: int):
+    mask = np.random.default_rng(n).random(n) < 0.5
+    padded = np.pad(mask, (0, -n % 32))
+    np.testing.assert_array_equal(bitmap.pack(jnp.asarray(mask)), np.packbits(padded, bitorder="little").view("<u4"))
+    assert bitmap.count_mask(jnp.asarray(mask)) == mask.sum()
+
+
 @jax.jit
 def set_operations(a, b, quota):
     words = bitmap.pack(a)
