@@ -76,6 +76,8 @@ def superset_capacity(n: int, k: int) -> int | None:
         return None
     expected = k / n * SAMPLE
     capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / SAMPLE)
+    # A round number: the parts that XLA on a CPU cuts a loop into for its cores are far slower where they are unequal.
+    capacity = -(-capacity // (SAMPLE // 32)) * (SAMPLE // 32)
     return capacity if capacity <= n // 4 else None
 
 
