@@ -31,7 +31,7 @@ from flax import nnx
 import jsparse
 from examples.train import ConvNet
 from jsparse import cost
-from jsparse.cli import images as data
+from jsparse.bench import images as data
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

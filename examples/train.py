@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 import jsparse
 from examples import cluster, report
 from jsparse import quantize, select, wire
-from jsparse.cli import images as data
+from jsparse.bench import images as data
 from jsparse.cli import processes
 
 

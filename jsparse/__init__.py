@@ -1,16 +1,18 @@
 """jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
 
 from . import allreduce, cost, quantize, select, wire
-from ._a2sgd import A2SGD
-from ._comm import AxisComm, Comm
-from ._dense_presets import a2sgd, dense, parameter_server, qsgd, quantized, torus
-from ._error_feedback import ErrorFeedback
-from ._files import from_file
-from ._mpi import MpiComm
-from ._parts import in_parts, map_in_parts
-from ._per_worker import PerWorkerState, ShardedState, per_worker
-from ._phases import phases
-from ._presets import (
+from ._comm.comm import AxisComm, Comm
+from ._comm.mpi import MpiComm
+from ._comm.traffic import Traffic, traffic
+from ._engine.a2sgd import A2SGD
+from ._engine.memory import ErrorFeedback
+from ._engine.phases import phases
+from ._engine.sync import apply_sparse, sync
+from ._engine.synchronise import SparseAllReduceState
+from ._engine.transform import SparseAllReduce, sparse_allreduce
+from ._presets.dense import a2sgd, dense, parameter_server, qsgd, quantized, torus
+from ._presets.files import from_file
+from ._presets.sparse import (
     dgc,
     dsar_split_allgather,
     gaussiank,
@@ -22,17 +24,15 @@ from ._presets import (
     topk_allgather,
     topk_dsa,
 )
-from ._reshard import reshard
-from ._sharded import sharded
-from ._sparse_vector import SparseVector
-from ._state import Stats, init, residual, state_specs, stats
-from ._sync import apply_sparse, sync
-from ._synchronise import SparseAllReduceState
-from ._traffic import Traffic, traffic
-from ._train_state import TrainState, sync_params
-from ._train_step import TrainStep, local_value_and_grad, train_step
-from ._transform import SparseAllReduce, sparse_allreduce
-from ._trust_ratio import lamb, lars, scale_by_trust_ratio
+from ._reshard.reshard import reshard
+from ._share.parts import in_parts, map_in_parts
+from ._share.sharded import sharded
+from ._share.trust_ratio import lamb, lars, scale_by_trust_ratio
+from ._train.per_worker import PerWorkerState, ShardedState, per_worker
+from ._train.placement import Stats, init, residual, state_specs, stats
+from ._train.state import TrainState, sync_params
+from ._train.step import TrainStep, local_value_and_grad, train_step
+from ._vector.sparse_vector import SparseVector
 
 __all__ = [
     "A2SGD",

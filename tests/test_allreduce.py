@@ -12,8 +12,8 @@ import jsparse
 import scenarios
 import transports
 from algorithms import ROWS, Row
-from jsparse._ledger import Metered
-from jsparse._sparse_vector import SparseVector
+from jsparse._comm.metered import Metered
+from jsparse._vector.sparse_vector import SparseVector
 from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather
 from jsparse.allreduce._gather import delta
 from jsparse.allreduce.oktopk import _space_repartition

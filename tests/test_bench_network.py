@@ -13,12 +13,13 @@ from test_network import needs_network
 
 import jsparse
 from jsparse import cli
-from jsparse.cli import _network_torch, bench_network
-from jsparse.cli._alone import Alone
-from jsparse.cli._network import Network
-from jsparse.cli._network_forms import FORMS
-from jsparse.cli._network_job import Job, gradients, time_steps
-from jsparse.cli._network_worker import Selecting, synchroniser
+from jsparse.bench import network as bench_network
+from jsparse.bench import torch_worker as _network_torch
+from jsparse.bench.alone import Alone
+from jsparse.bench.forms import FORMS
+from jsparse.bench.hosts import Network
+from jsparse.bench.job import Job, gradients, time_steps
+from jsparse.bench.worker import Selecting, synchroniser
 
 N = 20_000
 JOB = Job(3, N, 0.01, ("1gbit", "100mbit"), 2)
@@ -57,7 +58,7 @@ def test_a_small_one(tmp_path, capsys):
 @needs_network
 def test_a_worker_that_fails_says_why():
     with Network(2, "1gbit") as network, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
-        bench_network.work(network, "jsparse.cli.nothing", JOB, lambda report: None)
+        bench_network.work(network, "jsparse.bench.nothing", JOB, lambda report: None)
 
 
 def reports(job: Job) -> list[list[dict]]:

@@ -9,8 +9,8 @@ from flax import nnx
 from test_network import needs_network
 
 from jsparse import cli
-from jsparse.cli import bench_train
-from jsparse.cli._nets import NETS
+from jsparse.bench import train as bench_train
+from jsparse.bench.nets import NETS
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import jsparse
 import transports
 from algorithms import DENSITY, ROWS, Row
 from jsparse import cost
-from jsparse._comm import AxisComm
-from jsparse._density import elements_kept
+from jsparse._comm.comm import AxisComm
+from jsparse._vector.density import elements_kept
 from transports import AXIS
 
 LONG = {"w": (3000, 4001), "b": (2_725_263,)}

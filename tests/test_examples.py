@@ -14,8 +14,8 @@ import pytest
 import jsparse
 from examples import fill_in, train
 from jsparse import cli, cost
-from jsparse.cli import bench_pto
-from jsparse.cli import images as data
+from jsparse.bench import images as data
+from jsparse.bench import pto as bench_pto
 
 DATA = os.environ.get("JSPARSE_DATA")
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 import kernels_pallas
 import oracles
-from jsparse.cli import bench_select
+from jsparse.bench import select as bench_select
 from kernels_pallas import bitmap
 
 LONG = 300_000  # Above this a sample decides where to look.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
 from gpus import lowered
-from jsparse.cli import bench_select
+from jsparse.bench import select as bench_select
 from kernels_pallas import _implementation
 from kernels_pallas.count_above_many import triton as counts_triton
 from kernels_pallas.kth_magnitude import triton as kth_triton

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from jsparse import cli
-from jsparse.cli import _network
-from jsparse.cli._network import MALLOC, Network, bits_per_second, run_everywhere, share_of
+from jsparse.bench import hosts as _network
+from jsparse.bench.hosts import MALLOC, Network, bits_per_second, run_everywhere, share_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 from gpus import devices, needs_plugin
-from jsparse._traffic import COLLECTIVES
+from jsparse._comm.traffic import COLLECTIVES
 
 AXIS = "workers"
 # From the backward pass's point of view the last is the first. Equal sizes would be fused together.

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 import jsparse
 import transports
-from jsparse._parts import share_out
-from jsparse._trust_ratio import cut
-from jsparse.cli.bench_pto import resnet50
+from jsparse._share.parts import share_out
+from jsparse._share.trust_ratio import cut
+from jsparse.bench.pto import resnet50
 from transports import AXIS
 
 WHOLE, ALONG = PartitionSpec(), PartitionSpec(AXIS)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import transports
-from jsparse._redistribute import interpolate, redistribute
+from jsparse._reshard.redistribute import interpolate, redistribute
 from transports import AXIS, LEVELS
 
 PARAMS = {"v": np.zeros(395, np.float32), "w": np.zeros((20, 30), np.float32)}

@@ -9,9 +9,11 @@ import pytest
 
 import jsparse
 import transports
-from jsparse import _files, cost, quantize, select, wire
-from jsparse.cli import _links, main, tune
-from jsparse.cli._links import Fit, Sample, fit
+from jsparse import cost, quantize, select, wire
+from jsparse._presets import files as _files
+from jsparse.cli import links as _links
+from jsparse.cli import main, tune
+from jsparse.cli.links import Fit, Sample, fit
 from jsparse.cli.plan import preset_of
 
 

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost
-from .._sparse_vector import SparseVector
+from .._comm.comm import Comm
+from .._comm.metered import Cost
+from .._vector.sparse_vector import SparseVector
 from ..wire import Wire
 
 

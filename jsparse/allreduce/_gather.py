@@ -13,12 +13,13 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn, one_of
-from .._random import key_of
-from .._sparse_vector import SparseVector
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn, one_of
+from .._vector.random import key_of
+from .._vector.sparse_vector import SparseVector
 from ..quantize import Quantizer
-from ..wire import Wire, as_read, moving
+from ..wire import Wire
+from ..wire.formats import as_read, moving
 
 # Lengths that a message may have, in units of an equal share: the smallest that fits is sent.
 PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)

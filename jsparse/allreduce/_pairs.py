@@ -6,9 +6,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._comm import Comm
-from .._sparse_vector import SparseVector
-from ..wire import Full, Wire, as_read
+from .._comm.comm import Comm
+from .._vector.sparse_vector import SparseVector
+from ..wire import Full, Wire
+from ..wire.formats import as_read
 
 T = TypeVar("T")
 Message = TypeVar("Message", SparseVector, jax.Array)
@@ -55,12 +56,12 @@ def among(comm: Comm, ranks: Iterable[int]) -> jax.Array:
     return jnp.array([rank in chosen for rank in range(comm.size)])[comm.rank()]
 
 
-def choose(first: jax.Array, a: T, b: T) -> T:
+def either(first: jax.Array, a: T, b: T) -> T:
     """``a`` where ``first``, else ``b``."""
     return jax.tree.map(lambda x, y: jnp.where(first, x, y), a, b)
 
 
-def replicate(comm: Comm, x: Message, wire: Wire) -> Message:
+def type_as_alike(comm: Comm, x: Message, wire: Wire) -> Message:
     """``x``, a run or a dense vector that is alike on all workers, typed so.
 
     What has come through a ``ppermute`` can't be typed as alike. Where types tell (``check_vma=True``), each worker
@@ -70,7 +71,7 @@ def replicate(comm: Comm, x: Message, wire: Wire) -> Message:
         return x
     if isinstance(x, SparseVector):
         exact = wire if wire.lossless else Full()
-        return exact.decode(replicate(comm, exact.encode(x), exact), x.capacity, x.n, x.values.dtype)
+        return exact.decode(type_as_alike(comm, exact.encode(x), exact), x.capacity, x.n, x.values.dtype)
     part = -(-x.shape[0] // comm.size)
     parts = jnp.pad(x, (0, part * comm.size - x.shape[0])).reshape(comm.size, part)
     return comm.all_gather(parts[comm.rank()]).reshape(-1)[: x.shape[0]]

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn, one_of
-from .._operator import Operator
-from .._sparse_vector import SparseVector
-from ..wire import Wire, as_read, moving
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn, one_of
+from .._vector.operator import Operator
+from .._vector.sparse_vector import SparseVector
+from ..wire import Wire
+from ..wire.formats import as_read, moving
 from ._gather import delta, exchange_surplus, fitting, halvings, lengths_between, moves, round_once, rounding
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import count_above, estimate_kth_magnitude, varying_as
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn, one_of
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn, one_of
 
 # Elements that a worker looks at to estimate the magnitudes of ranks.
 SAMPLE = 16384

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn
 from ..wire import Wire
 
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn
-from .._operator import COMBINE, Operator, check_operator
-from .._sparse_vector import SparseVector
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn
+from .._vector.operator import COMBINE, Operator, check_operator
+from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
-from ..wire import Wire, as_read
+from ..wire import Wire
+from ..wire.formats import as_read
 from ._gather import gather_dense
 from ._regions import (
     in_place,

@@ -16,12 +16,13 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_top_k
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn
-from .._sparse_vector import SparseVector
-from ..wire import Wire, as_read
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn
+from .._vector.sparse_vector import SparseVector
+from ..wire import Wire
+from ..wire.formats import as_read
 from ._gather import difference
-from ._pairs import Pairs, among, butterfly, choose, deliver, receives, replicate
+from ._pairs import Pairs, among, butterfly, deliver, either, receives, type_as_alike
 
 TOPOLOGIES = ("butterfly", "tree", "allgather")
 
@@ -112,7 +113,7 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, S
             first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
             mine.append(difference(read, total).where(first))
             survived.append(mine[-1].indices < x.n)
-            total = choose(among(comm, (sender for sender, _ in pairs)), read, total)
+            total = either(among(comm, (sender for sender, _ in pairs)), read, total)
         return arrived
 
     def meet(other: SparseVector) -> None:
@@ -141,11 +142,11 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, S
         arrived = comm.ppermute(jnp.concatenate([message, fate]), out)
         is_guest = receives(comm, out)
         result, fate = jnp.split(arrived, [message.size])
-        total = choose(is_guest, wire.decode(result, x.capacity, x.n, x.values.dtype), total)
+        total = either(is_guest, wire.decode(result, x.capacity, x.n, x.values.dtype), total)
         bits = lax.bitcast_convert_type(fate, jnp.uint32)
         kept = bitmap.contains(bits, lax.iota(jnp.int32, x.capacity))
         survived = [jnp.where(is_guest, kept, alive) for alive in survived]
-    return replicate(comm, total, wire), _joined(
+    return type_as_alike(comm, total, wire), _joined(
         [part.where(alive) for part, alive in zip(mine, survived, strict=True)]
     )
 
@@ -170,9 +171,9 @@ def _tree(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, Sparse
         parts.append(difference(as_read(wire, total, message), total).where(among(comm, [0])))
     for distance in reversed(distances):
         pairs = [(rank - distance, rank) for rank in range(distance, size, 2 * distance)]
-        message = choose(receives(comm, pairs), comm.ppermute(message, pairs), message)
+        message = either(receives(comm, pairs), comm.ppermute(message, pairs), message)
     total = wire.decode(message, x.capacity, x.n, x.values.dtype)
-    return replicate(comm, total, wire), _joined(parts)
+    return type_as_alike(comm, total, wire), _joined(parts)
 
 
 def _joined(parts: list[SparseVector]) -> SparseVector:

@@ -35,11 +35,12 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_above
 
-from .._comm import Comm
-from .._density import check_density, check_steps, elements_kept
-from .._ledger import Cost, collective_cost, in_turn, one_of
-from .._sparse_vector import SparseVector
-from ..wire import Wire, as_read
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn, one_of
+from .._vector.density import check_density, check_steps, elements_kept
+from .._vector.sparse_vector import SparseVector
+from ..wire import Wire
+from ..wire.formats import as_read
 from ._gather import gather_parts, gather_parts_sends
 from ._threshold import global_threshold, global_threshold_sends
 

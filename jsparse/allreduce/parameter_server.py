@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn
 from ..wire import Wire
-from ._pairs import receives, replicate
+from ._pairs import receives, type_as_alike
 
 
 class ParameterServerState(NamedTuple):
@@ -56,7 +56,7 @@ class ParameterServer:
         self, comm: Comm, x: jax.Array, state: ParameterServerState, *, step: jax.Array, wire: Wire
     ) -> tuple[jax.Array, jax.Array, ParameterServerState]:
         sent, *waiting = *state.waiting, x
-        total = replicate(comm, _distribute(comm, _reduce(comm, sent)), wire)
+        total = type_as_alike(comm, _distribute(comm, _reduce(comm, sent)), wire)
         return total, sent, ParameterServerState(tuple(waiting))
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:

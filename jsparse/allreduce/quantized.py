@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import varying_as
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn
 from ..quantize import Codebook, Quantizer
 from ..wire import Wire
 from ._gather import gather_dense, quantizer_key

@@ -10,13 +10,13 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn, one_of
-from .._operator import COMBINE, Operator, check_operator, neutral
-from .._sparse_vector import SparseVector
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn, one_of
+from .._vector.operator import COMBINE, Operator, check_operator, neutral
+from .._vector.sparse_vector import SparseVector
 from ..wire import Wire
 from ._gather import delta, difference, fitting, lengths_between
-from ._pairs import Pairs, among, butterfly, choose, deliver, receives, replicate
+from ._pairs import Pairs, among, butterfly, deliver, either, receives, type_as_alike
 from ._regions import with_length, with_length_sends
 
 
@@ -80,7 +80,7 @@ class SsarRecursiveDoubling:
             if not wire.lossless:
                 first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
                 rounded.append(_change(read, total, first))
-                total = choose(among(comm, (sender for sender, _ in pairs)), read, total)
+                total = either(among(comm, (sender for sender, _ in pairs)), read, total)
             return arrived
 
         for t, pairs in enumerate([into, *rounds] if into else rounds):
@@ -95,11 +95,11 @@ class SsarRecursiveDoubling:
             read, arrived = self._send(comm, total, k, out, wire)
             if not wire.lossless:
                 rounded.append(_change(read, total, among(comm, [0])))
-            total = choose(receives(comm, out), arrived, read)
+            total = either(receives(comm, out), arrived, read)
         delivered = _sum(x, rounded) if rounded else x
         if isinstance(total, SparseVector):
             return _replicate(comm, total, k, wire), delivered, state
-        return replicate(comm, total.values, wire), delivered, state
+        return type_as_alike(comm, total.values, wire), delivered, state
 
     def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
         into, rounds, out = butterfly(size)
@@ -183,5 +183,5 @@ def _replicate(comm: Comm, x: SparseVector, k: int, wire: Wire) -> SparseVector:
     if not comm.typed:
         return x
     lengths = lengths_between(k, x.capacity)
-    ways = [lambda length=length: replicate(comm, x.resize(length), wire).resize(x.capacity) for length in lengths]
+    ways = [lambda length=length: type_as_alike(comm, x.resize(length), wire).resize(x.capacity) for length in lengths]
     return comm.switch(fitting(comm.pmax(x.count), lengths), ways, replicated=True)

@@ -6,10 +6,10 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost, in_turn
-from .._operator import Operator, check_operator
-from .._sparse_vector import SparseVector
+from .._comm.comm import Comm
+from .._comm.metered import Cost, in_turn
+from .._vector.operator import Operator, check_operator
+from .._vector.sparse_vector import SparseVector
 from ..wire import Wire
 from ._regions import gather_regions, gather_regions_sends, split_and_reduce, split_and_reduce_sends
 

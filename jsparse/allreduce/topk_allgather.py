@@ -6,10 +6,11 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from .._comm import Comm
-from .._ledger import Cost, collective_cost, in_turn
-from .._sparse_vector import SparseVector
-from ..wire import Wire, as_read
+from .._comm.comm import Comm
+from .._comm.metered import Cost, collective_cost, in_turn
+from .._vector.sparse_vector import SparseVector
+from ..wire import Wire
+from ..wire.formats import as_read
 
 
 @dataclasses.dataclass(frozen=True)

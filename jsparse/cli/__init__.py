@@ -3,7 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from . import bench_network, bench_pto, bench_select, bench_train, network, plan, tune
+from ..bench import network as bench_network
+from ..bench import pto, select, train
+from . import network, plan, tune
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -18,10 +20,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     tune.add_parser(commands)
     network.add_parser(commands)
     bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
-    bench_select.add_parser(bench)
-    bench_pto.add_parser(bench)
+    select.add_parser(bench)
+    pto.add_parser(bench)
     bench_network.add_parser(bench)
-    bench_train.add_parser(bench)
+    train.add_parser(bench)
     args = parser.parse_args(argv)
     try:
         args.run(args)

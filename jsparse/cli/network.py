@@ -17,7 +17,7 @@ from typing import Any
 import rich.console
 import rich.table
 
-from ._network import Network, run_everywhere
+from ..bench.hosts import Network, run_everywhere
 
 
 def add_parser(commands: Any) -> None:

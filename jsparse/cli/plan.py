@@ -11,10 +11,10 @@ import rich.console
 import rich.table
 
 from .. import cost
-from .._density import check_density, elements_kept
-from .._files import presets
-from .._ledger import Cost
-from ._output import put_out, pyplot
+from .._comm.metered import Cost
+from .._presets.files import presets
+from .._vector.density import check_density, elements_kept
+from ..bench.output import put_out, pyplot
 
 # On one level hitopk is topk_allgather, and the others are dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")

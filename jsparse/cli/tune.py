@@ -28,18 +28,18 @@ import rich.progress
 from jax.sharding import Mesh, PartitionSpec
 
 from .. import cost
-from .._density import check_density
-from .._files import build, describe, write
-from .._random import key_of
-from .._state import init, state_specs
+from .._presets.files import build, describe, write
+from .._train.placement import init, state_specs
+from .._vector.density import check_density
+from .._vector.random import key_of
+from ..bench.output import put_out
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
 from . import processes
-from ._links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_of
-from ._output import put_out
-from ._tune_report import draw_times, recommended, show
+from .links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_of
 from .plan import forecast, preset_of, whole_number
+from .tune_report import draw_times, recommended, show
 
 # Words of the messages by which the network is measured.
 PAYLOADS = (1, 2**8, 2**12, 2**16, 2**20)

@@ -88,7 +88,7 @@ def packed_words(m: int, base: int) -> int:
     return -(-m // digits_in_word(base))
 
 
-def pack(digits: jax.Array, base: int) -> jax.Array:
+def pack_digits(digits: jax.Array, base: int) -> jax.Array:
     """Packs digits, shape ``(m,)``, integers from 0 to ``base - 1``, into int32 words.
 
     The first word holds the first digit of each of as many equal stretches as it has places, and so on: stretches are
@@ -103,8 +103,8 @@ def pack(digits: jax.Array, base: int) -> jax.Array:
     return lax.bitcast_convert_type(total, jnp.int32)
 
 
-def unpack(words: jax.Array, m: int, base: int) -> jax.Array:
-    """The ``m`` digits of words that :func:`pack` made: int32."""
+def unpack_digits(words: jax.Array, m: int, base: int) -> jax.Array:
+    """The ``m`` digits of words that :func:`pack_digits` made: int32."""
     rest, stretches = lax.bitcast_convert_type(words[: packed_words(m, base)], jnp.uint32), []
     for _ in range(digits_in_word(base)):
         stretches.append((rest % base).astype(jnp.int32))
@@ -147,20 +147,20 @@ class Scaled:
     def encode(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
         """Scales of shape ``(buckets,)`` and digits ``(buckets, bucket)``, of ``m`` values, as words."""
         head = lax.bitcast_convert_type(scales, jnp.int32).reshape(-1)
-        return jnp.concatenate([head, pack(digits.reshape(-1)[:m], self.base)])
+        return jnp.concatenate([head, pack_digits(digits.reshape(-1)[:m], self.base)])
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """``(scales, digits)`` of a message, shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
         count = buckets(m, self.bucket)
         head = count * jnp.dtype(dtype).itemsize // 4
         scales = Exact().decode(message[:head], count, dtype)
-        return scales[:, None], in_buckets(unpack(message[head:], m, self.base), self.bucket)
+        return scales[:, None], in_buckets(unpack_digits(message[head:], m, self.base), self.bucket)
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return buckets(m, self.bucket) * jnp.dtype(dtype).itemsize // 4 + packed_words(m, self.base)
 
 
-def largest(rows: jax.Array) -> jax.Array:
+def row_maximum(rows: jax.Array) -> jax.Array:
     """The largest magnitude of each row; NaN where one is not finite, which a maximum by itself may pass over."""
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=1), jnp.max(jnp.abs(rows), axis=1), jnp.nan)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Quantizer, Scaled, check_bucket, in_buckets, largest, share
+from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, share
 
 LEVELS = 127
 
@@ -29,7 +29,7 @@ class Block8(Quantizer):
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         rows = in_buckets(values, self.bucket)
-        scale = largest(rows)
+        scale = row_maximum(rows)
         signed = jnp.sign(rows) * jnp.round(LEVELS * share(rows, scale))
         return self._layout.encode(scale, jnp.where(jnp.isfinite(signed), signed, 0) + LEVELS, values.shape[0])
 

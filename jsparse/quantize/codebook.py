@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Exact, Quantizer, largest, pack, packed_words, share, total, unpack
+from ._base import Exact, Quantizer, pack_digits, packed_words, row_maximum, share, total, unpack_digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Codebook(Quantizer):
         part = (logs - low) / jnp.where(high > low, high - low, 1)
         bins = jnp.clip(jnp.where(used, part, 0) * self._bins, 0, self._bins - 1).astype(jnp.int32)
         members = (bins[None] == jnp.arange(self._bins)[:, None]) & used[None]
-        top = largest(values[None])
+        top = row_maximum(values[None])
         sums = total(jnp.where(members, share(values[None], top), 0))
         book = top * (sums / jnp.maximum(jnp.sum(members, axis=1), 1))
         digits = 2 * bins + (values < 0)
-        return jnp.concatenate([Exact().encode(book.astype(values.dtype), key), pack(digits, 2 * self._bins)])
+        return jnp.concatenate([Exact().encode(book.astype(values.dtype), key), pack_digits(digits, 2 * self._bins)])
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
         head = Exact().words(self._bins, dtype)
         book = Exact().decode(message[:head], self._bins, dtype)
-        digits = unpack(message[head:], m, 2 * self._bins)
+        digits = unpack_digits(message[head:], m, 2 * self._bins)
         return jnp.where(digits % 2 > 0, -1, 1).astype(dtype) * book[digits // 2]
 
     def words(self, m: int, dtype: DTypeLike) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._random import uniform
+from .._vector.random import uniform
 from ._base import (
     Quantizer,
     Scaled,
@@ -15,7 +15,7 @@ from ._base import (
     check_bucket,
     check_levels,
     in_buckets,
-    largest,
+    row_maximum,
     share,
     total,
     variance_factor,
@@ -63,7 +63,7 @@ class QSGD(Quantizer):
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         rows = in_buckets(values, self.bucket)
-        scale = largest(rows)
+        scale = row_maximum(rows)
         if self.scale == "norm":
             # Of shares, so that no square overflows; nor must the norm.
             norm = scale * jnp.sqrt(total(share(rows, scale) ** 2))

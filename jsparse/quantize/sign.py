@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Quantizer, Scaled, check_bucket, in_buckets, largest, share, total
+from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, share, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sign(Quantizer):
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         rows, m = in_buckets(values, self.bucket), values.shape[0]
-        most = largest(rows)
+        most = row_maximum(rows)
         members = rows != 0 if self.zeros else in_buckets(jnp.ones_like(values), self.bucket)
         count = jnp.maximum(jnp.sum(members, axis=1, dtype=values.dtype), 1)
         # Of shares, so that no sum overflows.

@@ -9,8 +9,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kernels_pallas import bitmap, select_above
 
-from .._density import check_density
-from .._sparse_vector import SparseVector
+from .._vector.density import check_density
+from .._vector.sparse_vector import SparseVector
 
 
 class Selector(Protocol):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._density import elements_kept
-from .._sparse_vector import SparseVector
+from .._vector.density import elements_kept
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, take_indices
 
 

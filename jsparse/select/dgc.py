@@ -9,8 +9,8 @@ from jax import lax
 
 from kernels_pallas import count_above, kth_magnitude
 
-from .._density import elements_kept
-from .._sparse_vector import SparseVector
+from .._vector.density import elements_kept
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import accumulate_and_select, bitmap, count_above, select_above, varying_as
 
-from .._density import check_density, elements_kept
-from .._sparse_vector import SparseVector
+from .._vector.density import check_density, elements_kept
+from .._vector.sparse_vector import SparseVector
 from ._base import SelectorState
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from kernels_pallas import choose, count_above, magnitude_statistics
 
-from .._density import elements_kept
-from .._sparse_vector import SparseVector
+from .._vector.density import elements_kept
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 

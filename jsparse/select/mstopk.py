@@ -6,8 +6,8 @@ import jax
 
 from kernels_pallas import select_ms_top_k
 
-from .._density import elements_kept
-from .._sparse_vector import SparseVector
+from .._vector.density import elements_kept
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, report
 
 

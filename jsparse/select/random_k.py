@@ -8,9 +8,9 @@ from jax import lax
 
 from kernels_pallas import bitmap, varying_as
 
-from .._density import elements_kept
-from .._random import key_of
-from .._sparse_vector import SparseVector
+from .._vector.density import elements_kept
+from .._vector.random import key_of
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, take_members
 from .fixed import take_above
 

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import count_above, kth_magnitude, varying_as
 
-from .._density import check_density, check_steps, elements_kept
-from .._sparse_vector import SparseVector
+from .._vector.density import check_density, check_steps, elements_kept
+from .._vector.sparse_vector import SparseVector
 from .fixed import take_above
 
 # A threshold is kept while it selects k within this share; corrected at most so often a step; given up beyond this.

@@ -6,7 +6,7 @@ import jax
 
 from kernels_pallas import estimate_kth_magnitude
 
-from .._density import elements_kept
+from .._vector.density import elements_kept
 from ._base import ByDensity
 from .fixed import AboveThreshold
 

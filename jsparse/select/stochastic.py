@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from kernels_pallas import bitmap, norms
 
-from .._density import elements_kept
-from .._random import key_of, uniform
-from .._sparse_vector import SparseVector
+from .._vector.density import elements_kept
+from .._vector.random import key_of, uniform
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, take_members
 from .fixed import take_above
 

@@ -1,0 +1,107 @@
+"""Global arrays over the devices of several processes, of what each process has."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def put_everywhere(tree: Any, mesh: Mesh) -> Any:
+    """The tree on every device of a mesh.
+
+    Raises:
+      ValueError: the mesh is over several processes, and they do not all have the same values. Arrays that are global
+        already are not compared.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if not mesh.is_multi_process:
+        return jax.device_put(tree, everywhere)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    own = numbers(tree)
+    check_equal_values(own, multihost_utils.process_allgather)
+
+    def place(path, leaf):
+        value = own.get(jax.tree_util.keystr(path))
+        if value is None:
+            return jax.device_put(leaf, everywhere)
+        whole = jax.make_array_from_callback(value.shape, everywhere, value.__getitem__)
+        return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else whole
+
+    return jax.tree.unflatten(treedef, [place(path, leaf) for path, leaf in leaves])
+
+
+def is_global(leaf: Any) -> bool:
+    """Whether it is an array over several processes."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and not leaf.is_fully_addressable
+
+
+def is_share(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether it is what this process has of an array over several; a tracer, or a shape, stands for the whole."""
+    stands_for_it = isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or is_global(leaf)
+    return not sharding.is_fully_addressable and not stands_for_it
+
+
+def from_shares(batch: Any, sharding: NamedSharding) -> Any:
+    """Global arrays, cut along their first axis, of this process's shares of them; what is global already stays."""
+
+    def whole(leaf):
+        share = is_share(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, leaf) if share else leaf
+
+    return jax.tree.map(whole, batch)
+
+
+def local_workers(sharding: NamedSharding, workers: int) -> int:
+    """How many workers have a device in this process."""
+    return len({index[0].start for index in sharding.addressable_devices_indices_map((workers,)).values() if index})
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def numbers(tree: Any) -> dict[str, np.ndarray]:
+    """What a process has of its own: leaves by their names."""
+    return {
+        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not is_global(leaf)
+    }
+
+
+def check_equal_values(values: dict[str, np.ndarray], gather: Callable[[np.ndarray], Any]) -> None:
+    """Compares what all processes have, by digests, each of two words.
+
+    Args:
+      values: from :func:`numbers`.
+      gather: makes of a digest those of all processes, along a leading axis.
+
+    Raises:
+      ValueError: they differ; it says in what.
+    """
+
+    def alike(digest: np.ndarray) -> bool:
+        gathered = np.asarray(gather(digest))
+        return bool((gathered == gathered[:1]).all())
+
+    structure = repr([(name, value.shape, value.dtype) for name, value in values.items()])
+    digests = {name: _digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8)) for name, value in values.items()}
+    together = [_digest(structure.encode()), _digest(b"".join(digest.tobytes() for digest in digests.values()))]
+    if alike(np.stack(together)):
+        return
+    fix = "all begin with the same: make them from the same seed, or read the same file"
+    # Who has other leaves can't compare them one by one.
+    if not alike(together[0]):
+        raise ValueError(f"the processes have parameters of different names, shapes or types; {fix}")
+    differ = [name for name, digest in digests.items() if not alike(digest)]
+    raise ValueError(f"the processes have different values of {', '.join(differ)}; {fix}")
+
+
+def _digest(data: Any) -> np.ndarray:
+    return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)

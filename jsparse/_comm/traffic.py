@@ -1,0 +1,197 @@
+"""What a function can send, read off its traced program."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from .metered import Cost, collective_cost
+from .mpi import mpi_collective
+
+# JAX's primitives, by the names of their functions in jax.lax.
+COLLECTIVES = {
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "pmax": "pmax",
+    "pmin": "pmin",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+    "reduce_scatter": "psum_scatter",
+}
+# Primitives that name an axis and send nothing.
+SILENT = {"axis_index", "pvary", "pcast", "pbroadcast"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      name: as in ``jax.lax``.
+      payload: type and shape of a worker's operand, such as ``int32[8,100]``.
+      axes: the axes over which it runs; of an :class:`MpiComm` the communicator's name.
+      times: how often the program runs it.
+      cost: what a worker sends in it, all times together.
+    """
+
+    name: str
+    payload: str
+    axes: tuple[str, ...]
+    times: int
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """Parts of a program of which one runs."""
+
+    branches: tuple["Traffic", ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Of the dearest branch."""
+        return max(branch.cost for branch in self.branches)
+
+    @property
+    def least(self) -> Cost:
+        """Of the cheapest branch."""
+        return min(branch.least for branch in self.branches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one worker sends in a program.
+
+    Attributes:
+      parts: its collectives, in the order of the program, and the branches that hold others.
+    """
+
+    parts: tuple[Collective | Branches, ...]
+
+    @property
+    def cost(self) -> Cost:
+        """Of the dearest branches."""
+        return sum((part.cost for part in self.parts), Cost())
+
+    @property
+    def least(self) -> Cost:
+        """Of the cheapest branches."""
+        return sum((part.least if isinstance(part, Branches) else part.cost for part in self.parts), Cost())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a worker sends at most."""
+        return self.cost.bytes
+
+    @property
+    def messages(self) -> int:
+        """Messages that a worker sends in the program's dearest branches."""
+        return self.cost.messages
+
+    def __str__(self) -> str:
+        return "\n".join([f"{'bytes':>12} {'messages':>8}  collective", *self._lines("")])
+
+    def _lines(self, indent: str) -> list[str]:
+        lines = []
+        for part in self.parts:
+            figures = f"{part.cost.bytes:12} {part.cost.messages:8}  {indent}"
+            if isinstance(part, Branches):
+                lines.append(f"{figures}one of")
+                for number, branch in enumerate(part.branches):
+                    cost = branch.cost
+                    lines.append(f"{cost.bytes:12} {cost.messages:8}  {indent}  branch {number}")
+                    lines.extend(branch._lines(indent + "    "))
+            else:
+                times = f" x {part.times}" if part.times > 1 else ""
+                lines.append(f"{figures}{part.name} {part.payload} over {', '.join(part.axes)}{times}")
+        return lines
+
+
+def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | None = None) -> Traffic:
+    """Reads off what one call of a function can send, without running it.
+
+    It sees the collectives that the program names. What the compiler adds to a program over sharded arrays, such as the
+    gradient's sum in a plain ``jit`` over a sharded batch, is not in the trace, and not counted.
+
+    Args:
+      fn: any function that JAX can trace, jitted or not: a training step, or an ``update`` inside one.
+      *args: its arguments, or their shapes and types (``jax.ShapeDtypeStruct``).
+      axis_sizes: the sizes of the axes that ``fn`` expects to be bound; not of those that it binds itself by
+        ``jax.shard_map`` or ``jax.pmap``.
+
+    Returns:
+      Bytes and messages, in all and by collective and branch. Print it for a table.
+
+    Raises:
+      NotImplementedError: a loop whose length is not known beforehand communicates, or a collective is not known.
+
+    >>> t = traffic(lambda x: jax.lax.psum(x, "data"), jnp.ones(1000), axis_sizes={"data": 4})
+    >>> t.bytes, t.messages
+    (6000, 4)
+    """
+    sizes = dict(axis_sizes or {})
+    trace = getattr(fn, "trace", None)
+    closed = trace(*args).jaxpr if trace and not sizes else jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
+    return Traffic(tuple(_walk(_open(closed), sizes, 1)))
+
+
+def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Collective | Branches]:
+    parts: list[Collective | Branches] = []
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        communicates = _collective(name, params, sizes)
+        if communicates:
+            collective, axes, size = communicates
+            # Of mpi4jax's sendrecv the second operand is the shape of what arrives.
+            for operand in eqn.invars[:1] if name == "sendrecv_mpi" else eqn.invars:
+                aval: Any = operand.aval
+                cost = collective_cost(collective, math.prod(aval.shape) * aval.dtype.itemsize, size)
+                payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+                parts.append(Collective(collective, payload, axes, times, cost * times))
+        elif name not in SILENT and any(axis in sizes for axis in _axes(params)):
+            raise NotImplementedError(f"what {name!r} sends is not known; add it to COLLECTIVES in jsparse._traffic")
+        elif name == "cond":
+            branches = tuple(Traffic(tuple(_walk(_open(branch), sizes, times))) for branch in params["branches"])
+            if any(branch.parts for branch in branches):
+                parts.append(Branches(branches))
+        elif name == "scan":
+            parts.extend(_walk(_open(params["jaxpr"]), sizes, times * params["length"]))
+        else:
+            if name == "shard_map":
+                inner = {**sizes, **params["mesh"].shape}
+            else:
+                inner = sizes
+            found = [part for sub in core.jaxprs_in_params(params) for part in _walk(sub, inner, times)]
+            if name == "while" and found:
+                raise NotImplementedError(
+                    "a while loop communicates, and how often it runs is not known before it does: "
+                    "use lax.scan, or lax.fori_loop with a static number of rounds"
+                )
+            parts.extend(found)
+    return parts
+
+
+def _collective(
+    primitive: str, params: Mapping[str, Any], sizes: Mapping[str, int]
+) -> tuple[str, tuple[str, ...], int] | None:
+    """The name of a primitive's collective, the axes over which it runs, and the workers along them."""
+    if primitive not in COLLECTIVES:
+        return mpi_collective(primitive, params)
+    axes, groups = _axes(params), params.get("axis_index_groups")
+    return COLLECTIVES[primitive], axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+
+
+def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The named axes over which a primitive runs; empty for most."""
+    axes = params.get("axes", params.get("axis_name"))
+    return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    """The jaxpr itself: some versions of JAX keep it in a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,0 +1,176 @@
+"""The published dense algorithms by name."""
+
+from typing import Literal
+
+from .._comm.comm import CommLike, as_comm
+from .._engine.a2sgd import A2SGD, MeansConfig
+from .._engine.config import Config
+from .._engine.transform import SparseAllReduce
+from ..allreduce import (
+    Dense,
+    ParameterServer,
+    Quantized,
+)
+from ..quantize import QSGD, Quantizer
+
+
+def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce:
+    """Averages gradients densely, as ``lax.pmean`` does: the baseline.
+
+    Gradients are summed in float32 (float64, where one of them is).
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      bucket_bytes: None sends one message (the papers' Dense); a number sends one for every so many bytes of leaves,
+        from the last to the first, so that XLA can overlap them with the backward pass (DenseOvlp).
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker, for each bucket.
+
+    References:
+      Li and Hoefler, PPoPP 2022, section 5, "Dense" and "DenseOvlp".
+    """
+    return SparseAllReduce.of(
+        Config(as_comm(comm), select=None, allreduce=Dense(), error_feedback=False, bucket_bytes=bucket_bytes)
+    )
+
+
+def parameter_server(comm: CommLike, *, staleness: int = 0) -> SparseAllReduce:
+    """A parameter server: averages gradients densely through one worker, at once or some steps late.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      staleness: how many steps late gradients are applied: 0 for the synchronous server, more for what an asynchronous
+        one comes to. The first updates are zero.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2n (P-1)`` words and ``2 (P-1)`` messages through the root.
+
+    References:
+      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
+      4.2.2.
+    """
+    return SparseAllReduce.of(
+        Config(as_comm(comm), select=None, allreduce=ParameterServer(staleness), error_feedback=False)
+    )
+
+
+def qsgd(
+    comm: CommLike,
+    *,
+    levels: int = 4,
+    bucket: int | None = 512,
+    split: bool | Literal["ring"] = False,
+    error_feedback: bool = False,
+) -> SparseAllReduce:
+    """QSGD: averages gradients that each worker rounds at random to a few levels, right in expectation.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      levels, bucket: as in :class:`jsparse.quantize.QSGD`.
+      split: as in :class:`jsparse.allreduce.Quantized`.
+      error_feedback: whether to keep what was rounded away; values are then divided by 1 + ω, so that the residual
+        stays bounded.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**, with 4 levels: 3.2 bits a value and 4 bytes a bucket, ``0.108 n (P-1)`` words and ``log P`` messages a
+    worker; split ``0.216 n (P-1)/P`` words and ``P - 1 + log P`` messages.
+
+    References:
+      Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NIPS 2017.
+    """
+    quantize = QSGD(levels, bucket, contract=error_feedback)
+    return quantized(comm, quantize=quantize, split=split, error_feedback=error_feedback)
+
+
+def quantized(
+    comm: CommLike, *, quantize: Quantizer, split: bool | Literal["ring"] = True, error_feedback: bool | None = None
+) -> SparseAllReduce:
+    """Averages dense gradients in fewer bits: TernGrad, signs with a scale, 8 bits a value, bfloat16, float16.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      quantize: the quantizer, such as ``quantize.Sign()``.
+      split: as in :class:`jsparse.allreduce.Quantized`.
+      error_feedback: whether to keep what was rounded away; by default, unless the quantizer is unbiased.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**, with b bits a value: split ``2 (P-1)/P n b/32`` words and ``P - 1 + log P`` messages a worker; else
+    ``(P-1) n b/32`` words and ``log P`` messages.
+
+    References:
+      Those of the quantizer; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019.
+    """
+    if error_feedback is None:
+        error_feedback = not quantize.unbiased
+    reduce = Quantized(quantize, split)
+    return SparseAllReduce.of(Config(as_comm(comm), select=None, allreduce=reduce, error_feedback=error_feedback))
+
+
+def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> A2SGD:
+    """A2SGD, two-level gradient averaging: workers tell each other two means, and their replicas drift apart.
+
+    A worker takes the mean of its gradient's elements that are at least 0, and that of the magnitudes of the others.
+    Both are averaged over the workers. Elements that reach their own mean move by as much as it differs from the
+    average; all others stay, the worker's own. So updates differ between workers, and parameters with them: train with
+    ``train_step(..., params="per_worker")``, and end, or now and then pause, with :func:`jsparse.sync_params`.
+
+    A mean of nothing is 0. Means are formed in float32 (float64, where a leaf is). A non-finite gradient on any worker,
+    or one whose sum is not finite, makes all updates NaN.
+
+    Args:
+      comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
+      per_leaf: whether every leaf has two means of its own, as the paper's section III has it (layer-wise), instead of
+        two for the whole gradient (Algorithm 1). They travel in one message.
+
+    Returns:
+      A gradient transformation. Its updates have the shapes and types of the gradients, and differ between workers.
+
+    **Cost**: ``4 (P-1)/P`` words (a sum of two words, 64 bits) and ``2 log P`` messages a worker; with ``per_leaf``
+    as many words for each leaf.
+
+    References:
+      Bhattacharya et al., O(1) Communication for Distributed SGD through Two-Level Gradient Averaging, CLUSTER 2021,
+      equation 2 and Algorithm 1. There, where nothing is positive, zeros move too, up to the others' mean; here they
+      stay.
+
+    Example::
+
+      tx = optax.chain(jsparse.a2sgd("data"), optax.sgd(0.1, momentum=0.9))
+      step = jsparse.train_step(loss_fn, tx, mesh, "data", params="per_worker")
+      state = step.init(params)
+      for batch in batches:
+          state, loss = step(state, batch)
+      params = jsparse.sync_params(state, "data", mesh=mesh)
+    """
+    return A2SGD.of(MeansConfig(as_comm(comm), per_leaf))
+
+
+def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:
+    """2D-torus all-reduce: densely, each worker sums its shard of the vector between the nodes.
+
+    Args:
+      inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
+      intra: that along which the workers of a node stand.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**, with m nodes of g workers: inside a node ``2n (g-1)/g`` words and ``2 log g`` messages a worker, between
+    nodes ``2n/g (m-1)/m`` words and ``2 log m`` messages.
+
+    References:
+      Shi et al., MLSys 2021, section 5.3, "2DTAR"; Mikami et al., Massively Distributed SGD: ImageNet/ResNet-50
+      Training in a Flash, 2018.
+    """
+    return SparseAllReduce.of(
+        Config(as_comm(inter), select=None, allreduce=Dense(), error_feedback=False, intra=as_comm(intra))
+    )

@@ -1,0 +1,153 @@
+"""A training state, carried to another number of workers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from kernels_pallas import varying_axes
+
+from .._train.per_worker import PerWorkerState, per_worker
+from .._train.placement import AxisName, check_axis, init, state_specs
+from .move import ANEW, FIX, Local, is_per_worker, plan
+
+
+def reshard(
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    params: optax.Params,
+    mesh: Mesh,
+    axis: AxisName,
+    *,
+    gpus: int | None = None,
+) -> optax.OptState:
+    """Carries a chain's state to another number of workers, so that what is pending is not lost.
+
+    From any number to any other. The pending mean update, ``sum(residual) / P``, stays what it is: exactly where it is
+    representable, as of whole numbers, and elsewhere to rounding.
+
+    - *Residuals, velocities* (:func:`dgc`) and all other floats that differ between workers, such as momentum in
+      :func:`per_worker`: each new worker has the mean of the old ones it replaces. If old workers lie side by side, and
+      new ones over the same stretch, these are the ones that it covers. Where P doubles, each old worker is copied to
+      two; where it halves, two are averaged; where it stays, so does everything. Magnitudes remain those that
+      thresholds are for, no worker has more to deliver than others, second moments stay positive. (The sum of all on
+      one worker would be as exact, and deliver a P-th as much in a step.) Over two levels the residuals of a node are
+      joined from its shards, given to new nodes likewise, and cut anew.
+    - *The agreed step*, and all else that is no float: those of the first worker that is covered.
+    - *Ok-Topk's regions*: their boundaries are interpolated, so that the new ones hold equal parts of what the old ones
+      held. Where it is not known how (another number of workers a node; a state of your own whose shape depends on P),
+      they begin anew.
+    - *An optimizer in* :func:`sharded`: joined and cut anew, exactly.
+    - *What is alike on all workers*, such as Adam's moments: placed on the new mesh.
+
+    All is computed on the host, in NumPy, in one pass over the state. In a run of several processes each of them calls
+    this, and holds the whole state meanwhile.
+
+    Args:
+      tx: the chain, as for the new mesh. Axes may have other names, and nothing else may differ.
+      opt_state: its state: global arrays on any mesh, or NumPy's, as they come from a checkpoint; also in dicts and
+        lists by the same names, as orbax restores them without a target.
+      params: the parameters, of which the shapes and types matter.
+      mesh: the new devices.
+      axis: the mesh axis, or axes, along which the workers stand; over two levels ``(inter, intra)``.
+      gpus: over two levels the number of workers in a node *before*; by default it follows from the shapes.
+
+    Returns:
+      The state, placed as :func:`state_specs` says. For ``train_step(..., params="per_worker")`` pass the chain that it
+      was given, and begin with the mean of the replicas: ``step.init(mean)._replace(opt_state=...)``.
+
+    Raises:
+      ValueError: the mesh lacks the axis; the state is not one of this chain and these parameters; the number of
+        workers in a node is needed and not known.
+
+    Example::
+
+      state = checkpointer.restore(path)  # saved by 8 workers
+      opt_state = jsparse.reshard(tx, state["opt_state"], params, mesh, "data")  # for those of the mesh
+
+    **Cost**: nothing is sent, except where arrays lie in several processes: each of them gathers these.
+    """
+    check_axis(mesh, axis)
+    names = (axis,) if isinstance(axis, str) else axis
+    given = {path: leaf for path, leaf in _paths(opt_state) if jnp.size(leaf)}
+    tx, once = _matching(tx, given, params, mesh)
+    now = _local(tx, params, mesh, {name: mesh.shape[name] for name in names})
+    halved = {name: _local(tx, params, mesh, {name: 2}) for name in names}
+    leaves = [_on_host(given, path, leaf) for path, leaf in _paths(now)]
+    old = jax.tree.unflatten(jax.tree.structure(now), leaves)
+    move = plan(mesh, names, now, old, once, halved, gpus)
+    carried = jax.tree_util.tree_map_with_path(move.part, now, old, once, is_leaf=is_per_worker)
+    if any(leaf is ANEW for leaf in jax.tree.leaves(carried)):
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, params
+        )
+        fresh = init(tx, zeros, mesh, axis, per_worker=isinstance(now, PerWorkerState))
+        carried = jax.tree.map(lambda leaf, new: new if leaf is ANEW else leaf, carried, fresh)
+    specs = state_specs(now, axis)
+    return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), carried, specs)
+
+
+def _matching(
+    tx: optax.GradientTransformation, given: Mapping[str, Any], params: optax.Params, mesh: Mesh
+) -> tuple[optax.GradientTransformation, Any]:
+    """The chain of the state, by itself or in ``per_worker``, and its state as on a worker without others."""
+    differ = []
+    for chain in (tx, per_worker(tx)):
+        once = _local(chain, params, mesh, {})
+        wanted = dict(_paths(once))
+        missing = [path for path, leaf in wanted.items() if math.prod(leaf.shape) and path not in given]
+        further = [path for path in given if path not in wanted]
+        if not missing and not further:
+            return chain, once
+        differ.append((missing, further))
+    missing, further = differ[0]
+    what = f"lacks {missing[0]!r}" if missing else f"has {further[0]!r}, which that of the chain has not"
+    raise ValueError(f"the state is not one of this chain: it {what}; {FIX}")
+
+
+def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, sizes: Mapping[str, int]) -> Any:
+    """The state of one worker, where axes have these sizes, or 1."""
+    everywhere, found = PartitionSpec(), []
+    shape = AbstractMesh(tuple(sizes.get(name, 1) for name in mesh.axis_names), mesh.axis_names)
+
+    def probe(params):
+        found.append(jax.tree.map(lambda x: Local(jnp.shape(x), x.dtype, varying_axes(x)), tx.init(params)))
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(probe, mesh=shape, in_specs=everywhere, out_specs=everywhere), params)
+    return found[0]
+
+
+def _paths(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves by the names on the way to them, whether of attributes, keys or places."""
+
+    def name(key):
+        return str(next(getattr(key, kind) for kind in ("name", "idx", "key") if hasattr(key, kind)))
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [("/".join(map(name, path)), leaf) for path, leaf in leaves]
+
+
+def _on_host(given: Mapping[str, Any], path: str, local: Local) -> Any:
+    """The whole array, in NumPy; a random key as it is. Of what has no elements there may be none in a checkpoint."""
+    if path not in given:
+        return np.zeros(local.shape, local.dtype)
+    leaf = given[path]
+    if isinstance(leaf, jax.Array):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, sharding)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])

@@ -1,0 +1,203 @@
+"""What all workers would compute alike, cut in parts: each computes one, and one message gathers the results."""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._comm.comm import AxisComm, Comm, CommLike, as_comm, axes_of
+
+Task = TypeVar("Task")
+
+
+def in_parts(fn: Callable[..., Any], comm: CommLike, *arrays: Any) -> Any:
+    """``fn(*arrays)``, of which each worker computes a P-th: a function that treats each row by itself.
+
+    The paper's parallel tensor operator (PTO), for a tensor: the leading axis is cut in P equal parts, and each worker
+    calls ``fn`` with its own. Where the workers do not divide the rows, the last parts overlap.
+
+    Args:
+      fn: a function of arrays of any number of rows that returns a pytree of arrays of as many rows, row ``i`` of its
+        result depending on row ``i`` of its arguments alone. It may not communicate.
+      comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
+      *arrays: pytrees of arrays with equally long leading axes, alike on all workers.
+
+    Returns:
+      The result for all rows, the same bits on every worker and typed so. It is ``fn(*arrays)`` to the rounding by
+      which compiled programs differ.
+
+    Raises:
+      ValueError: leading axes are missing or differ, the results have other numbers of rows, or they are complex.
+
+    **Cost**: ``(P-1) ceil(rows / P)`` rows of the result in one all-gather, ``log P`` messages.
+
+    Example::
+
+      roots = jsparse.in_parts(jnp.linalg.cholesky, "data", matrices)  # shape (layers, d, d)
+
+    References:
+      Shi et al., MLSys 2021, section 4.2, equations 12 to 14.
+    """
+    comm = as_comm(comm)
+    lengths = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(arrays)]
+    if not lengths or len(set(lengths)) > 1 or lengths[0] == ():
+        raise ValueError(
+            f"the arrays' leading axes are {lengths}; in_parts cuts one axis that all have: give those without it to "
+            "fn by a closure, and lists of different arrays to map_in_parts"
+        )
+    rows = lengths[0][0]
+    if not rows:
+        return _zeros(jax.eval_shape(fn, *arrays))
+    width = -(-rows // comm.size)
+    begin = jnp.minimum(comm.rank() * width, rows - width)
+    part = fn(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), begin, width), arrays))
+    leaves, treedef = jax.tree.flatten(part)
+    for leaf in leaves:
+        if leaf.shape[:1] != (width,):
+            raise ValueError(f"of {width} rows fn made an array of shape {leaf.shape}; it must return a row for each")
+    own, rest = rows // width, rows % width
+
+    def join(parts):
+        whole = parts[:own].reshape(own * width, *parts.shape[2:])
+        return jnp.concatenate([whole, parts[own, width - rest :]]) if rest else whole
+
+    return jax.tree.unflatten(treedef, [join(parts) for parts in all_gather(comm, leaves)])
+
+
+def map_in_parts(
+    fn: Callable[[Task], Any], comm: CommLike, tasks: Sequence[Task], *, weigh: Callable[[Task], float] | None = None
+) -> list[Any]:
+    """``[fn(task) for task in tasks]``, each computed by one worker.
+
+    The paper's parallel tensor operator (PTO), for a list of tensors. The tasks are shared out by their weights, the
+    heaviest first and each to the worker that has least to do; every worker branches to its own. Under ``jax.vmap`` the
+    branches become a choice between the results of all: the same values, and no work saved.
+
+    Args:
+      fn: a function of one task. It may not communicate.
+      comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
+      tasks: what to call it with: pytrees of arrays, alike on all workers, or anything static. Arrays that are computed
+        for a task are computed on all workers: let ``fn`` slice or combine them itself.
+      weigh: how much work a task is; by default the number of elements in its arrays.
+
+    Returns:
+      The results in the order of the tasks, the same bits on every worker and typed so.
+
+    Raises:
+      ValueError: a result is complex, or no array.
+
+    **Cost**: ``P-1`` times the results of the worker that has the longest, in one all-gather, ``log P`` messages.
+
+    Example::
+
+      norms = jsparse.map_in_parts(jnp.linalg.norm, "data", jax.tree.leaves(params))
+
+    References:
+      Shi et al., MLSys 2021, section 4.2, equations 12 to 14.
+    """
+    comm, tasks = as_comm(comm), list(tasks)
+    results = [jax.eval_shape(lambda task=task: fn(task)) for task in tasks]
+    shapes = [jax.tree.leaves(result) for result in results]
+    unit = unit_of([shape for of_task in shapes for shape in of_task])
+    words = [sum(_words(shape, unit) for shape in of_task) for of_task in shapes]
+    if not sum(words):
+        return [_zeros(result) for result in results]
+    shares = share_out([(weigh or _elements)(task) for task in tasks], comm.size)
+    longest = max(sum(words[i] for i in share) for share in shares)
+
+    def compute(share):
+        message = pack([leaf for i in share for leaf in jax.tree.leaves(fn(tasks[i]))], unit)
+        return jnp.pad(message, (0, longest - message.shape[0]))
+
+    # By rank, not alike on all workers: the branches do not communicate.
+    gathered = comm.all_gather(comm.switch(comm.rank(), [lambda share=share: compute(share) for share in shares]))
+    out: list[Any] = [None] * len(tasks)
+    for message, share in zip(gathered, shares, strict=True):
+        for i in share:
+            leaves = unpack(message[: words[i]], shapes[i], unit)
+            out[i], message = jax.tree.unflatten(jax.tree.structure(results[i]), leaves), message[words[i] :]
+    return out
+
+
+def share_out(weights: Sequence[float], size: int) -> list[list[int]]:
+    """Which of the tasks each worker does, so that the heaviest load is within a third of the least possible.
+
+    >>> share_out([1, 5, 2, 2], 2)
+    [[1], [2, 3, 0]]
+    """
+    shares: list[list[int]] = [[] for _ in range(size)]
+    loads = [(0.0, rank) for rank in range(size)]
+    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        load, rank = loads[0]
+        shares[rank].append(i)
+        heapq.heapreplace(loads, (load + weights[i], rank))
+    return shares
+
+
+def all_gather(comm: Comm, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Every worker's arrays, each stacked by rank, in one message: shapes ``(P, *shape)``."""
+    unit = unit_of(leaves)
+    message = pack(leaves, unit)
+    return unpack(comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit), leaves, unit)
+
+
+def unit_of(leaves: Sequence[Any]) -> jnp.dtype:
+    """The unsigned integers of which all these arrays consist: as wide as the narrowest, at most 32 bits."""
+    for leaf in leaves:
+        real = jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
+        bits = jax.dtypes.itemsize_bits(leaf.dtype) if real else 0
+        if leaf.dtype != bool and bits < 8:
+            raise ValueError(
+                f"a result has type {leaf.dtype}; what is gathered are bools, integers and floats of whole bytes: "
+                "convert it in fn"
+            )
+    return jnp.dtype(f"uint{8 * min([4, *(leaf.dtype.itemsize for leaf in leaves)])}")
+
+
+def pack(leaves: Sequence[jax.Array], unit: jnp.dtype) -> jax.Array:
+    """The arrays as one vector of integers, so that no backend widens narrow floats on the way."""
+    if not leaves:
+        return jnp.zeros(0, unit)
+    bits = [leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf for leaf in leaves]
+    return jnp.concatenate([lax.bitcast_convert_type(leaf, unit).reshape(-1) for leaf in bits])
+
+
+def unpack(message: jax.Array, shapes: Sequence[Any], unit: jnp.dtype) -> list[jax.Array]:
+    """The arrays of these shapes and types, of one message or of several along leading axes."""
+    leaves, begin, several = [], 0, message.shape[:-1]
+    for shape in shapes:
+        end = begin + _words(shape, unit)
+        narrow = jnp.dtype(jnp.uint8 if shape.dtype == bool else shape.dtype)
+        split = (narrow.itemsize // unit.itemsize,) if narrow.itemsize > unit.itemsize else ()
+        bits = message[..., begin:end].reshape(*several, *shape.shape, *split)
+        leaves.append(lax.bitcast_convert_type(bits, narrow).astype(shape.dtype))
+        begin = end
+    return leaves
+
+
+def check_alike(comm: Comm, tree: Any, what: str) -> None:
+    """Refuses what types tell to differ between the workers."""
+    levels = [comm, *map(AxisComm, axes_of(comm))]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if any(level.typed and level.may_differ(leaf) for level in levels):
+            raise ValueError(
+                f"{what} leaf {jax.tree_util.keystr(path)} differs between workers, who share out what they compute "
+                "alike: put this after the all-reduce in the chain"
+            )
+
+
+def _words(shape: Any, unit: jnp.dtype) -> int:
+    return math.prod(shape.shape) * (shape.dtype.itemsize // unit.itemsize)
+
+
+def _elements(task: Any) -> int:
+    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(task))
+
+
+def _zeros(shapes: Any) -> Any:
+    """What has no elements, made without any."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

@@ -1,0 +1,76 @@
+"""Which leaves of a gradient travel together."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+import jax
+
+from .layout import Layout
+
+T = TypeVar("T")
+
+
+class Bucket(NamedTuple):
+    """Leaves that are synchronised as one vector.
+
+    Attributes:
+      ids: which leaves.
+      layout: where each stands in the vector.
+      dense: whether it is too small to be worth selecting from.
+    """
+
+    ids: tuple[int, ...]
+    layout: Layout
+    dense: bool = False
+
+    def of(self, leaves: Sequence[T]) -> list[T]:
+        return [leaves[i] for i in self.ids]
+
+
+def plan(
+    leaves: Sequence[jax.Array],
+    *,
+    scope: Literal["global", "leaf"] = "global",
+    dense_below: int = 0,
+    bucket_bytes: int | None = None,
+) -> list[Bucket]:
+    """Divides leaves into buckets; empty leaves are in none.
+
+    Args:
+      leaves: arrays, or anything with their shape, size and dtype.
+      scope: one bucket for all, or one for each leaf.
+      dense_below: leaves of fewer elements go into one bucket of their own, marked dense.
+      bucket_bytes: cut the one bucket for all into several of at most so many bytes (or one leaf), from the last leaf
+        to the first: the order in which a backward pass has them ready.
+
+    Raises:
+      ValueError: a bucket would have ``2**31`` elements or more.
+    """
+    small = [i for i, leaf in enumerate(leaves) if 0 < leaf.size < dense_below]
+    large = [i for i, leaf in enumerate(leaves) if leaf.size and leaf.size >= dense_below]
+    groups = [[i] for i in large] if scope == "leaf" else _cut(large, leaves, bucket_bytes)
+    result = [Bucket(tuple(ids), Layout.of([leaves[i] for i in ids])) for ids in groups]
+    if small:
+        result.append(Bucket(tuple(small), Layout.of([leaves[i] for i in small]), dense=True))
+    for bucket in result:
+        if bucket.layout.n >= 2**31:
+            raise ValueError(
+                f"{bucket.layout.n} elements in one bucket; indices are int32, so a bucket holds fewer than 2**31: "
+                'select in every leaf for itself with scope="leaf", or give a dense all-reduce bucket_bytes'
+            )
+    return result
+
+
+def _cut(ids: list[int], leaves: Sequence[jax.Array], bucket_bytes: int | None) -> list[list[int]]:
+    if bucket_bytes is None:
+        return [ids] if ids else []
+    groups: list[list[int]] = []
+    room = 0
+    for i in reversed(ids):
+        size = leaves[i].size * Layout.of([leaves[i]]).dtype.itemsize
+        if size > room:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append(i)
+        room -= size
+    return groups

@@ -1,0 +1,109 @@
+"""Between a pytree of gradients and the flat vectors that are synchronised."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import varying_as
+
+from .sparse_vector import SparseVector
+
+# Elements of a sparse vector added to a leaf at a time.
+CHUNK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each of some leaves stands in one flat vector.
+
+    Attributes:
+      shapes, dtypes: the leaves'.
+      offsets: where each begins, and at the end the length of them all.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[jnp.dtype, ...]
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def of(leaves: Sequence[jax.Array]) -> "Layout":
+        sizes = [math.prod(leaf.shape) for leaf in leaves]
+        return Layout(
+            tuple(leaf.shape for leaf in leaves),
+            tuple(jnp.dtype(leaf.dtype) for leaf in leaves),
+            tuple(itertools.accumulate(sizes, initial=0)),
+        )
+
+    @property
+    def n(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the flat vector: the widest of the leaves', at least float32."""
+        return jnp.result_type(jnp.float32, *self.dtypes)
+
+    def ravel(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The leaves as one new vector."""
+        return jnp.concatenate([leaf.reshape(-1).astype(self.dtype) for leaf in leaves])
+
+    def unravel(self, vector: jax.Array) -> list[jax.Array]:
+        """The leaves of a flat vector, in their own types."""
+        windows = itertools.pairwise(self.offsets)
+        return [
+            vector[begin:end].reshape(shape).astype(dtype)
+            for (begin, end), shape, dtype in zip(windows, self.shapes, self.dtypes, strict=True)
+        ]
+
+    def add_leaves(self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float) -> jax.Array:
+        """Adds each leaf into its window of the vector where ``keep``: in place, when the vector may be overwritten.
+
+        The result is clipped to magnitudes of at most ``limit``.
+        """
+        # XLA:CPU updates a slice in place only where it reads the slice at the same index, and does not know that
+        # index: with constant ones it runs over the whole vector for every leaf, a thousand times slower for all.
+        zero = jnp.minimum(keep.astype(jnp.int32), 0)
+        parts = [leaf.reshape(-1) for leaf in leaves]
+        if len(parts) == 1:
+            # A window over the whole vector would be the sum itself: XLA would form it again wherever it is read, and
+            # keep a copy of the old vector for that.
+            parts = jnp.split(parts[0], [parts[0].size // 2])
+        for part, begin in zip(parts, itertools.accumulate((part.size for part in parts), initial=0), strict=False):
+            window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))
+            window += jnp.where(keep, part.astype(self.dtype), 0)
+            window = jnp.clip(window, -limit, limit)
+            vector = lax.dynamic_update_slice(vector, window, (begin + zero,))
+        return vector
+
+    def add_sparse(self, leaves: Sequence[jax.Array], x: SparseVector) -> list[jax.Array]:
+        """Adds each part of a sparse vector to the leaf it belongs to: in place, when the leaves may be overwritten."""
+        flat = [varying_as(leaf.reshape(-1), x.values) for leaf in leaves]
+        if x.values.ndim == 1:
+            flat = self._add_run(flat, x)
+        else:
+            flat, _ = lax.scan(lambda flat, run: (self._add_run(flat, run), None), flat, x)
+        return [leaf.reshape(shape) for leaf, shape in zip(flat, self.shapes, strict=True)]
+
+    def _add_run(self, leaves: list[jax.Array], x: SparseVector) -> list[jax.Array]:
+        edges = jnp.searchsorted(x.indices, jnp.array(self.offsets, jnp.int32)).astype(jnp.int32)
+        values = jnp.pad(x.values, (0, CHUNK))
+        indices = jnp.pad(x.indices, (0, CHUNK), constant_values=x.n)
+
+        def add(leaf, begin, end, offset):
+            # What follows the leaf's own elements in the last chunk has indices past the leaf, and is dropped.
+            def chunk(i, leaf):
+                here = begin + i * CHUNK
+                places = lax.dynamic_slice(indices, (here,), (CHUNK,)) - offset
+                part = lax.dynamic_slice(values, (here,), (CHUNK,)).astype(leaf.dtype)
+                return leaf.at[places].add(part, mode="drop", indices_are_sorted=True)
+
+            return lax.fori_loop(0, (end - begin + CHUNK - 1) // CHUNK, chunk, leaf)
+
+        return [
+            add(leaf, edges[i], edges[i + 1], self.offsets[i]) if leaf.size else leaf for i, leaf in enumerate(leaves)
+        ]

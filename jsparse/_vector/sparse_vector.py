@@ -1,0 +1,158 @@
+"""The sparse vector: coordinates and values, of static length."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from kernels_pallas import bitmap, varying_as
+
+from .operator import SCATTER, Operator, neutral
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseVector:
+    """A vector of length ``n`` as pairs of index and value, in buffers of static length.
+
+    With buffers of shape ``(capacity,)`` it is one *run*: the indices ascend, none occurs twice, and unused places
+    hold index ``n`` and value 0. With shape ``(runs, capacity)`` it is the sum of its runs, added in order: what an
+    all-gather delivers, summed alike by everyone.
+
+    Attributes:
+      values: shape ``(capacity,)`` or ``(runs, capacity)``.
+      indices: int32, of the same shape.
+      n: the vector's length, below ``2**31``.
+
+    >>> x = SparseVector(jnp.array([2.0, 5.0, 0.0]), jnp.array([1, 3, 4]), 4)
+    >>> x.to_dense()
+    Array([0., 2., 0., 5.], dtype=float32)
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    n: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        """The length of a run's buffers."""
+        return self.values.shape[-1]
+
+    @property
+    def count(self) -> jax.Array:
+        """How many places are in use: int32, a scalar or one for each run."""
+        return jnp.sum(self.indices < self.n, axis=-1, dtype=jnp.int32)
+
+    def where(self, keep: jax.Array) -> "SparseVector":
+        """The elements at places where ``keep`` (broadcast) is true; the others become unused, where they stand."""
+        return SparseVector(jnp.where(keep, self.values, 0), jnp.where(keep, self.indices, self.n), self.n)
+
+    def to_dense(self, operator: Operator = "sum") -> jax.Array:
+        """The vector itself, shape ``(n,)``: the runs are combined in order, so the result is the same everywhere.
+
+        Where no run has an index, stands the operator's neutral element.
+        """
+        return self.reduce_into(neutral(operator, self.n, self.values.dtype), operator)
+
+    def reduce_into(self, dense: jax.Array, operator: Operator = "sum") -> jax.Array:
+        """``dense`` combined with this vector, in place where XLA can: run by run, in order."""
+        if self.values.ndim == 1:
+            places = dense.at[self.indices]
+            return getattr(places, SCATTER[operator])(
+                self.values, mode="drop", indices_are_sorted=True, unique_indices=True
+            )
+
+        def reduce(total, run):
+            return run.reduce_into(total, operator), None
+
+        return lax.scan(reduce, varying_as(dense, self.values), self)[0]
+
+    def union(self, words: jax.Array | None = None) -> jax.Array:
+        """The bitmap of the indices of all runs, added to ``words`` where given: uint32, ``ceil(n / 32)`` words."""
+        if words is None:
+            words = varying_as(jnp.zeros(-(-self.n // bitmap.WORD), jnp.uint32), self.indices)
+        if self.indices.ndim == 1:
+            words = bitmap.mark(words, self.indices)
+        else:
+            words = lax.scan(lambda words, run: (bitmap.mark(words, run), None), words, self.indices)[0]
+        # The padding, n, may have marked bits of the last word.
+        used = self.n % bitmap.WORD
+        return words.at[-1].set(words[-1] & jnp.uint32(2**used - 1)) if used else words
+
+    def beside(self, other: "SparseVector") -> "SparseVector":
+        """Two runs of the same capacity as one vector of two runs: their sum, not yet merged."""
+        return jax.tree.map(lambda a, b: jnp.stack([a, b]), self, other)
+
+    def followed_by(self, other: "SparseVector") -> "SparseVector":
+        """The places of both, one after another: no run, but what ``join`` takes where no index occurs twice."""
+        return jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1), b.reshape(-1)]), self, other)
+
+    def merge(self, union: jax.Array | None = None, operator: Operator = "sum") -> "SparseVector":
+        """The same vector as one run: what equal indices hold is combined in the order of their runs.
+
+        Takes ``n / 32`` words of scratch space and no sort: each element looks its place up in the union of the runs'
+        indices (``union``, where the caller has it).
+        """
+        if self.values.ndim == 1:
+            return self
+        union = self.union() if union is None else union
+        capacity = min(self.values.size, self.n)
+        indices, _ = bitmap.members(union, capacity, self.n)
+        ranks = jnp.where(self.indices < self.n, bitmap.rank(union, self.indices), capacity)
+        places = SparseVector(self.values, ranks, capacity)
+        values = places.to_dense(operator)
+        if operator != "sum":
+            values = jnp.where(indices < self.n, values, 0)
+        return SparseVector(values, indices, self.n)
+
+    def concatenate(self, capacity: int) -> "SparseVector":
+        """The same vector as one run, where each run's indices lie wholly above those of the run before."""
+        count = self.count
+        first = jnp.cumsum(count, dtype=jnp.int32) - count
+        places = first[:, None] + lax.iota(jnp.int32, self.capacity)[None]
+        places = jnp.where(self.indices < self.n, places, capacity)
+        return self._place(places, capacity)
+
+    def join(self, capacity: int) -> "SparseVector":
+        """The same vector as one run, where no index occurs twice; the indices may stand in any order."""
+        return self._place(bitmap.rank(self.union(), self.indices), capacity)
+
+    def _place(self, places: jax.Array, capacity: int) -> "SparseVector":
+        places = places.reshape(-1)
+        values = jnp.zeros(capacity, self.values.dtype).at[places].set(self.values.reshape(-1), mode="drop")
+        indices = jnp.full(capacity, self.n, jnp.int32).at[places].set(self.indices.reshape(-1), mode="drop")
+        return SparseVector(values, indices, self.n)
+
+    def window(
+        self, begin: jax.Array, length: jax.Array, capacity: int, start: ArrayLike = 0, limit: ArrayLike | None = None
+    ) -> "SparseVector":
+        """Stretches of a run, each as a run of its own.
+
+        Of a stretch longer than ``limit``, ``limit`` elements are taken round a circle that begins at its element
+        ``start`` (modulo its length).
+
+        Args:
+          begin: int32, a scalar, or one for each stretch: its first place.
+          length: int32, likewise: its length.
+          capacity: length of the new buffers, static.
+          limit: int32, at most ``capacity``, which is the default.
+
+        Returns:
+          A vector with buffers of shape ``(*begin.shape, capacity)``.
+        """
+        if begin.ndim:
+            return jax.vmap(lambda b, l: self.window(b, l, capacity, start, limit))(begin, length)
+        limit = capacity if limit is None else limit
+        wrapped, gap = bitmap.circle(length, limit, start)
+        place = lax.iota(jnp.int32, capacity)
+        taken = place < jnp.minimum(length, limit)
+        place = place + begin + jnp.where(place < wrapped, 0, gap)
+        return SparseVector(self.values[place], self.indices[place], self.n).where(taken)
+
+    def resize(self, capacity: int) -> "SparseVector":
+        """The same vector in longer buffers, or in shorter ones, which must hold what each run has."""
+        x = jax.tree.map(lambda buffer: buffer[..., :capacity], self)
+        wide = [(0, 0)] * (self.values.ndim - 1) + [(0, max(0, capacity - self.capacity))]
+        return SparseVector(jnp.pad(x.values, wide), jnp.pad(x.indices, wide, constant_values=self.n), self.n)

@@ -1,0 +1,248 @@
+"""``jsparse bench pto``: what all workers compute alike, by each of them and in parts, on ResNet-50's 161 layers.
+
+Two times are taken. *Together*: all workers at once, gathering included; where they are virtual devices of one
+processor they share its cores, so that this measures work saved in all. *Alone*: worker 0 by itself on one device,
+without a network, so that this measures what a worker of a real cluster no longer computes.
+"""
+
+import argparse
+import contextlib
+import functools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.console
+import rich.progress
+import rich.table
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._comm.comm import AxisComm
+from .._comm.traffic import traffic
+from .._share.sharded import sharded
+from .._share.trust_ratio import lars, sums_of_squares
+from .._train.placement import state_specs
+from .alone import Alone
+from .output import put_out, pyplot
+
+AXIS = "workers"
+ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
+
+
+def resnet50(width: int = 64) -> list[tuple[int, ...]]:
+    """The shapes of its 161 parameters: 53 convolutions with scale and bias each, and the classifier.
+
+    Args:
+      width: channels of the first stage: 64; fewer for a narrower net of as many layers.
+    """
+
+    def convolution(size, inputs, outputs):
+        return [(size, size, inputs, outputs), (outputs,), (outputs,)]
+
+    shapes, inputs = convolution(7, 3, width), width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner = width * 2**stage
+        for block in range(blocks):
+            shapes += convolution(1, inputs, inner) + convolution(3, inner, inner) + convolution(1, inner, 4 * inner)
+            if not block:
+                shapes += convolution(1, inputs, 4 * inner)
+            inputs = 4 * inner
+    return [*shapes, (inputs, 1000), (1000,)]
+
+
+class Form(NamedTuple):
+    """One way to do something.
+
+    Attributes:
+      task: what.
+      name: in which way.
+      init: makes the state of the parameters.
+      run: ``(grads, state, params) -> (result, state)``.
+    """
+
+    task: str
+    name: str
+    init: Callable[[Any], Any]
+    run: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def tasks(comm: Any) -> list[list[Form]]:
+    """What is compared: of each task first how every worker does all of it."""
+
+    def ratios(comm, grads, state, params):
+        sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
+        return jnp.stack([jnp.sqrt(weights / updates) for updates, weights in sums]), state
+
+    def of(task, name, tx):
+        return Form(task, name, tx.init, tx.update)
+
+    def ratios_of(name, comm):
+        return Form("trust ratios", name, lambda params: (), functools.partial(ratios, comm))
+
+    whole, parts, itself = "each worker", "in parts", Alone(1)
+    return [
+        [ratios_of(whole, itself), ratios_of(parts, comm)],
+        [
+            of("LARS", whole, lars(itself, 0.1, weight_decay=1e-4)),  # type: ignore[arg-type]
+            of("LARS", parts, lars(comm, 0.1, weight_decay=1e-4)),
+            of("LARS", "optax", optax.lars(0.1, weight_decay=1e-4)),
+        ],
+        [of("Adam", whole, optax.adam(1e-3)), of("Adam", parts, sharded(optax.adam(1e-3), comm))],
+    ]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pto",
+        help="time LARS's trust ratios, LARS and Adam, computed by every worker and in parts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workers", type=int, default=8, help="P (default 8): virtual devices, if there are no more")
+    parser.add_argument("--width", type=int, default=64, help="channels of the first stage (default 64: ResNet-50)")
+    parser.add_argument("--repeats", type=int, default=9, help="runs of each form, one after the other in turn")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the times there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.workers < 1 or args.width < 1 or args.repeats < 1:
+        raise ValueError("--workers, --width and --repeats are at least 1")
+    with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+        jax.config.update("jax_num_cpu_devices", args.workers)
+    devices = jax.devices() if len(jax.devices()) >= args.workers else jax.devices("cpu")
+    if len(devices) < args.workers:
+        raise ValueError(f"{args.workers} workers need as many devices; this process has {len(devices)}")
+    shapes = resnet50(args.width)
+    figures = {
+        "workers": args.workers,
+        "layers": len(shapes),
+        "parameters": sum(int(np.prod(shape)) for shape in shapes),
+        "device": devices[0].device_kind,
+        "jax": jax.__version__,
+        "forms": measure(devices[: args.workers], shapes, args.repeats),
+    }
+    put_out(args, figures, show, draw_times)
+
+
+class Program:
+    """A compiled form with its arguments; its state is donated from run to run."""
+
+    def __init__(self, fn: Callable[..., Any], grads: Any, state: Any, params: Any):
+        self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self.sent = traffic(fn, grads, state, params)
+        self._run = jax.jit(fn, donate_argnums=1).lower(grads, state, params).compile()
+        self._grads, self._state, self._params = grads, state, params
+        self()
+
+    def __call__(self) -> None:
+        result, self._state = self._run(self._grads, self._state, self._params)
+        jax.block_until_ready((result, self._state))
+
+
+def drawn(shapes: list[tuple[int, ...]], place: Any) -> list[list[jax.Array]]:
+    """Random gradients and parameters."""
+    rng = np.random.default_rng(0)
+    return [[jax.device_put(rng.standard_normal(s, np.float32), place) for s in shapes] for _ in range(2)]
+
+
+def all_together(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) -> Program:
+    mesh = Mesh(np.array(devices), (AXIS,))
+    grads, params = drawn(shapes, NamedSharding(mesh, ON_ALL))
+    found = []
+
+    def probe(params):
+        found.append(state_specs(form.init(params), AXIS))
+        return params
+
+    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=ON_ALL, out_specs=ON_ALL), params)
+    state = jax.jit(jax.shard_map(form.init, mesh=mesh, in_specs=ON_ALL, out_specs=found[0]))(params)
+    ins, outs = (ON_ALL, found[0], ON_ALL), (ON_ALL, found[0])
+    return Program(jax.shard_map(form.run, mesh=mesh, in_specs=ins, out_specs=outs), grads, state, params)
+
+
+def one_alone(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) -> Program:
+    grads, params = drawn(shapes, devices[0])
+    return Program(form.run, grads, jax.jit(form.init)(params), params)
+
+
+def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> list[dict[str, Any]]:
+    """Times the forms of every task in turn, together and alone."""
+    results: list[dict[str, Any]] = []
+    kinds = ((all_together, tasks(AxisComm(AXIS))), (one_alone, tasks(Alone(len(devices)))))
+    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
+    with rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("timing", total=repeats * 2 * sum(map(len, kinds[0][1])))
+        for i, compared in enumerate(kinds[0][1]):
+            found: list[dict[str, Any]] = [{"task": form.task, "name": form.name} for form in compared]
+            for (make, every), kind in zip(kinds, ("together", "alone"), strict=True):
+                programs = [make(form, devices, shapes) for form in every[i]]
+                times: list[list[float]] = [[] for _ in programs]
+                for _ in range(repeats):
+                    for program, taken in zip(programs, times, strict=True):
+                        start = time.perf_counter()
+                        program()
+                        taken.append(1e3 * (time.perf_counter() - start))
+                        progress.advance(task)
+                whole = statistics.median(times[0])
+                for result, program, taken in zip(found, programs, times, strict=True):
+                    figures = {"median_ms": statistics.median(taken), "min_ms": min(taken), "max_ms": max(taken)}
+                    result[kind] = figures | {"times_faster": whole / statistics.median(taken)}
+                    if kind == "together":
+                        result |= {"words": -(-program.sent.bytes // 4), "messages": program.sent.messages}
+                    else:
+                        result["state_bytes"] = program.state_bytes
+            results += found
+    return results
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = rich.table.Table(
+        title=f"{figures['layers']} layers, {figures['parameters']:,} parameters, {figures['workers']} workers; "
+        f"{figures['device']}, jax {figures['jax']}",
+        caption="together: all workers at once on this machine. alone: worker 0 on one device, without a network. "
+        "faster: than where every worker does all. words, messages, state: a worker's.",
+    )
+    table.add_column("what", no_wrap=True)
+    table.add_column("how", no_wrap=True)
+    for name in ("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"):
+        table.add_column(name, justify="right")
+    for form in figures["forms"]:
+        together, alone = form["together"], form["alone"]
+        table.add_row(
+            form["task"],
+            form["name"],
+            f"{together['median_ms']:.1f}",
+            f"{together['min_ms']:.0f}-{together['max_ms']:.0f}",
+            f"{together['times_faster']:.2f} x",
+            f"{alone['median_ms']:.1f}",
+            f"{alone['times_faster']:.2f} x",
+            f"{form['words']:,}",
+            str(form["messages"]),
+            f"{form['state_bytes'] / 1e6:.1f}",
+        )
+    rich.console.Console(width=120).print(table)
+
+
+def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws two bars for each form, together and alone."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    names = [f"{form['task']}, {form['name']}" for form in figures["forms"]]
+    for kind, part in zip(("together", "alone"), axes, strict=True):
+        part.bar_label(part.barh(names, [form[kind]["median_ms"] for form in figures["forms"]]), fmt="%.1f", padding=3)
+        part.set(xlabel="median ms", title=kind)
+        part.margins(x=0.2)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{figures['parameters']:,} parameters, {figures['workers']} workers")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,243 @@
+"""``jsparse bench select``: how long selection takes, and what it finds, beside what JAX offers."""
+
+import argparse
+import functools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+from jax import lax
+
+import kernels_pallas
+
+from .. import select
+from .._vector.density import check_density, elements_kept
+from .gradient import digits_gradient
+from .output import put_out, pyplot
+
+DISTRIBUTIONS = ("gaussian", "heavy", "layered", "periodic", "ties", "digits")
+
+
+class Form(NamedTuple):
+    """One way to select.
+
+    Attributes:
+      name: as it is called.
+      task: what it does, so that like is compared with like.
+      run: a function of the vector, a threshold and a step that returns ``(indices, count)`` or a threshold.
+    """
+
+    name: str
+    task: str
+    run: Callable[[jax.Array, jax.Array, jax.Array], Any]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "select",
+        help="time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero",
+        description=__doc__,
+    )
+    parser.add_argument("--size", type=int, default=14_728_266, help="n, elements (default: VGG-16's parameters)")
+    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
+    parser.add_argument(
+        "--distribution",
+        choices=DISTRIBUTIONS,
+        default="gaussian",
+        help="of the values; digits: a net's gradient on scikit-learn's digits, of about n parameters",
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="runs of each form, one after the other in turn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the times there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    check_density(args.density)
+    if args.size < 1 or args.repeats < 1:
+        raise ValueError("--size and --repeats are at least 1")
+    x = jnp.asarray(draw(args.distribution, args.size, args.seed))
+    k = elements_kept(args.density, x.shape[0])
+    results = measure(x, k, args.density, args.repeats)
+    figures = {
+        "size": x.shape[0],
+        "k": k,
+        "distribution": args.distribution,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "forms": results,
+    }
+    put_out(args, figures, show, draw_times)
+
+
+def draw(distribution: str, n: int, seed: int) -> np.ndarray:
+    """A vector of float32 to select from, of n elements; a gradient, of at most n."""
+    if distribution == "digits":
+        return digits_gradient(n, seed)
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n, np.float32)
+    match distribution:
+        case "heavy":
+            return x / np.sqrt(rng.standard_gamma(1.0, n, np.float32) + np.float32(1e-6))
+        case "layered":
+            scale = np.exp(rng.normal(0, 2, 64)).astype(np.float32)
+            return x * np.repeat(scale, -(-n // 64))[:n]
+        case "periodic":
+            return x * (np.arange(n) % 256 < 3) + np.float32(1e-3) * x
+        case "ties":
+            return np.round(8 * x).astype(np.float32)
+    return x
+
+
+def forms(n: int, k: int, density: float) -> list[Form]:
+    """What is compared."""
+
+    def jax_top_k(top_k):
+        def run(x, threshold, step):
+            return top_k(jnp.abs(x), k)[1], jnp.int32(k)
+
+        return run
+
+    def nonzero(x, threshold, step):
+        mask = jnp.abs(x) >= threshold
+        return jnp.nonzero(mask, size=k, fill_value=n)[0], kernels_pallas.count_above(x, threshold)
+
+    def selector(select):
+        def run(x, threshold, step):
+            # As in the middle of a run: with the threshold of the step before.
+            state = select.init(n, x.dtype)._replace(threshold=threshold[None])
+            chosen, state = select(x, state, step, jnp.int32(0))
+            return chosen.indices, state.selected[0]
+
+        return run
+
+    def fixed(x, threshold, step):
+        # Its threshold is a number, which is not known when this is compiled.
+        chosen, state = select.fixed.take_above(x, threshold, density, step)
+        return chosen.indices, state.selected[0]
+
+    above, top, about, threshold = "above a threshold", "k largest", "about k largest", "k-th magnitude"
+    return [
+        Form("lax.top_k", top, jax_top_k(lax.top_k)),
+        Form("lax.approx_max_k", top, jax_top_k(lax.approx_max_k)),
+        Form("TopK", top, selector(select.TopK(density))),
+        Form("MSTopK", about, selector(select.MSTopK(density))),
+        Form("SampledThreshold", about, selector(select.SampledThreshold(density))),
+        Form("ReusedThreshold", about, selector(select.ReusedThreshold(density))),
+        Form("GaussianThreshold", about, selector(select.GaussianThreshold(density))),
+        Form("DgcThreshold", about, selector(select.DgcThreshold(density))),
+        Form("BucketedTopK", "largest of every 512", selector(select.BucketedTopK(density))),
+        Form("ChunkedTopK", "largest of each n/k", selector(select.ChunkedTopK(density))),
+        Form("StochasticTopK", "at random, by size", selector(select.StochasticTopK(density))),
+        Form("StochasticTopK, capped", "at random, by size", selector(select.StochasticTopK(density, "capped"))),
+        Form("RandomK", "at random", selector(select.RandomK(density))),
+        Form("kth_magnitude", threshold, lambda x, *_: kernels_pallas.kth_magnitude(x, k)),
+        Form("jnp.nonzero(size=k)", above, nonzero),
+        Form("FixedThreshold", above, fixed),
+        Form("select_above", above, lambda x, threshold, _: kernels_pallas.select_above(x, threshold, k)[1:]),
+        Form("count_above", "count", lambda x, threshold, _: kernels_pallas.count_above(x, threshold)),
+    ]
+
+
+def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str, Any]]:
+    """Times every form in turn, in ``repeats`` steps, and compares what each chose with the exact top-k."""
+    n = x.shape[0]
+    threshold = jax.jit(functools.partial(kernels_pallas.kth_magnitude, k=k))(x)
+    exact = np.zeros(n + 1, bool)
+    exact[np.argpartition(np.abs(np.asarray(x)), n - k)[n - k :]] = True
+    compared = forms(n, k, density)
+    compiled = [jax.jit(form.run).lower(x, threshold, jnp.int32(0)).compile() for form in compared]
+    for fn in compiled:
+        jax.block_until_ready(fn(x, threshold, jnp.int32(0)))
+
+    times: list[list[float]] = [[] for _ in compared]
+    counts: list[list[float]] = [[] for _ in compared]
+    found: list[list[float]] = [[] for _ in compared]
+    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
+    with rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("timing", total=repeats * len(compared))
+        for number in range(repeats):
+            step = jnp.int32(1 + number)
+            for i, fn in enumerate(compiled):
+                start = time.perf_counter()
+                outcome = jax.block_until_ready(fn(x, threshold, step))
+                times[i].append(1e3 * (time.perf_counter() - start))
+                if isinstance(outcome, (tuple, list)):
+                    chosen = np.asarray(outcome[0])
+                    counts[i].append(int(outcome[1]) / k)
+                    found[i].append(exact[chosen[chosen < n]].sum() / k)
+                progress.advance(task)
+
+    results = []
+    slowest = statistics.median(times[0])
+    for i, (form, fn) in enumerate(zip(compared, compiled, strict=True)):
+        memory = fn.memory_analysis()
+        result = {
+            "name": form.name,
+            "task": form.task,
+            "median_ms": statistics.median(times[i]),
+            "min_ms": min(times[i]),
+            "max_ms": max(times[i]),
+            "times_faster_than_top_k": slowest / statistics.median(times[i]),
+            "temporary_memory_over_input": memory.temp_size_in_bytes / x.nbytes if memory else None,
+        }
+        if counts[i]:
+            result["selected_over_k"] = statistics.fmean(counts[i])
+            result["deviation_from_k"] = statistics.fmean(abs(count - 1) for count in counts[i])
+            result["of_the_exact_top_k"] = statistics.fmean(found[i])
+        results.append(result)
+    return results
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the table."""
+    table = rich.table.Table(
+        title=f"n = {figures['size']:,}, k = {figures['k']:,}, {figures['distribution']}; {figures['device']}, "
+        f"jax {figures['jax']}",
+        caption="over top_k: how many times faster. in top-k: what part of the k largest it found. memory: temporary, "
+        "over the vector's own. off k: mean deviation of the count, over k.",
+    )
+    table.add_column("form")
+    table.add_column("what")
+    for name in ("median ms", "min to max", "over top_k", "selected / k", "off k", "in top-k", "memory"):
+        table.add_column(name, justify="right")
+    for form in figures["forms"]:
+        memory, selected, off, found = (
+            form.get(key)
+            for key in ("temporary_memory_over_input", "selected_over_k", "deviation_from_k", "of_the_exact_top_k")
+        )
+        table.add_row(
+            form["name"],
+            form["task"],
+            f"{form['median_ms']:.2f}",
+            f"{form['min_ms']:.2f} to {form['max_ms']:.2f}",
+            f"{form['times_faster_than_top_k']:.1f} x",
+            "" if selected is None else f"{selected:.3f}",
+            "" if off is None else f"{off:.3f}",
+            "" if found is None else f"{found:.3f}",
+            "" if memory is None else f"{memory:.2f}",
+        )
+    rich.console.Console(width=140).print(table)
+
+
+def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws one bar for each form."""
+    plt = pyplot()
+    ordered = sorted(figures["forms"], key=lambda form: form["median_ms"])
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    bars = axes.barh([form["name"] for form in ordered], [form["median_ms"] for form in ordered])
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.margins(x=0.12)
+    axes.set(xscale="log", xlabel="median ms", title=f"n = {figures['size']:,}, k = {figures['k']:,}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,153 @@
+"""One host's part in ``jsparse bench network``, by PyTorch's means: what a user of its DDP has."""
+
+import datetime
+import functools
+import importlib
+import itertools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._vector.density import elements_kept
+from .job import Job, Meter, ask_for_rate, gradients, tell
+
+RANK = 4
+VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+WARM_UP = 3
+
+
+def vgg16() -> list[tuple[int, ...]]:
+    """The parameters of VGG-16 for CIFAR-10, with batch normalisation, in PyTorch's order: 14,728,266 elements."""
+    shapes: list[tuple[int, ...]] = []
+    channels = 3
+    for width in VGG16:
+        shapes += [(width, channels, 3, 3), (width,), (width,), (width,)]
+        channels = width
+    return [*shapes, (10, 512), (10,)]
+
+
+def leaves_of(size: int) -> list[tuple[int, ...]]:
+    """VGG-16's where that is the size; else one square matrix and what is left."""
+    shapes = vgg16()
+    if sum(map(math.prod, shapes)) == size:
+        return shapes
+    side = math.isqrt(size)
+    return [(side, side), (size - side * side,)][: 1 + (size > side * side)]
+
+
+class Bucket:
+    """What a hook of DDP is given: all gradients in one bucket, so that it sends the fewest messages."""
+
+    def __init__(self, buffer: Any, shapes: Sequence[tuple[int, ...]]):
+        self._buffer, self._parts = buffer, []
+        begin = 0
+        for shape in shapes:
+            end = begin + math.prod(shape)
+            self._parts.append(buffer[begin:end].view(shape))
+            begin = end
+
+    def buffer(self):
+        return self._buffer
+
+    def gradients(self):
+        return self._parts
+
+    def parameters(self):
+        return self._parts
+
+    def index(self):
+        return 0
+
+    def is_last(self):
+        return True
+
+
+class Peers:
+    """PyTorch's forms: each averages the gradient in ``buffer``, and leaves the mean there."""
+
+    def __init__(self, job: Job):
+        self.torch = importlib.import_module("torch")
+        self.dist = importlib.import_module("torch.distributed")
+        hooks = "torch.distributed.algorithms.ddp_comm_hooks"
+        self._cast = importlib.import_module(f"{hooks}.default_hooks")
+        self._power = importlib.import_module(f"{hooks}.powerSGD_hook")
+        self._job = job
+        self.buffer = self.torch.zeros(job.size)
+        self._bucket = Bucket(self.buffer, leaves_of(job.size))
+        self._residual = self.torch.zeros(0)
+
+    def all_reduce(self) -> Callable[[], None]:
+        def step():
+            self.dist.all_reduce(self.buffer)
+            self.buffer.div_(self._job.hosts)
+
+        return step
+
+    def float16_hook(self) -> Callable[[], None]:
+        return lambda: self._cast.fp16_compress_hook(None, self._bucket).wait()
+
+    def top_k(self) -> Callable[[], None]:
+        """With error feedback; values and indices travel in one message."""
+        torch, k = self.torch, elements_kept(self._job.density, self._job.size)
+        residual = torch.zeros(self._job.size)
+        messages = [torch.empty(2, k, dtype=torch.int32) for _ in range(self._job.hosts)]
+
+        def step():
+            residual.add_(self.buffer)
+            indices = torch.topk(residual.abs(), k, sorted=False).indices
+            values = residual[indices]
+            residual[indices] = 0
+            self.dist.all_gather(messages, torch.stack([values.view(torch.int32), indices.to(torch.int32)]))
+            self.buffer.zero_()
+            for message in messages:
+                self.buffer.index_add_(0, message[1], message[0].view(torch.float32))
+            self.buffer.div_(self._job.hosts)
+
+        return step
+
+    def power_sgd(self) -> Callable[[], None]:
+        state = self._power.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+        return lambda: self._power.powerSGD_hook(state, self._bucket).wait()
+
+
+TORCH_FORMS: dict[str, Callable[[Peers], Callable[[], None]]] = {
+    "torch all_reduce": Peers.all_reduce,
+    "torch float16 hook": Peers.float16_hook,
+    "torch topk + all_gather": Peers.top_k,
+    f"torch PowerSGD rank {RANK}": Peers.power_sgd,
+}
+
+
+def main(text: str) -> None:
+    job = Job.read(text)
+    peers = Peers(job)
+    torch, dist = peers.torch, peers.dist
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+    own = [torch.from_numpy(grad) for grad in gradients(job.size, dist.get_rank())]
+
+    def agree(number: float) -> float:
+        largest = torch.tensor([number], dtype=torch.float32)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest[0])
+
+    meter = Meter(agree)
+    meter.calibrate()
+    for name, make in TORCH_FORMS.items():
+        if not job.wants(name):
+            continue
+        step, grads = make(peers), itertools.cycle(own)
+        load = functools.partial(lambda grads: peers.buffer.copy_(next(grads)), grads)
+        for rate in job.rates:
+            ask_for_rate(rate)
+            agree(0.0)
+            for _ in range(WARM_UP):
+                load()
+                step()
+            figures = meter.measure(step, job.repeats, before=load)
+            tell(name=name, rate=rate, dense_update=True, **figures)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

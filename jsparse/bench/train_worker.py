@@ -1,0 +1,209 @@
+"""One host's part in ``jsparse bench train``: trains by every form, and times it."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
+
+from .._engine.config import Config
+from .._train.placement import stats
+from .._train.step import train_step
+from .forms import FORMS, Form
+from .images import Images, load
+from .job import Meter, ask_for_rate, received_bytes, sent_bytes, tell, time_steps
+from .nets import CLASSES, NETS
+from .worker import Selecting, agreement
+
+AXIS = "hosts"
+MOMENTUM = 0.9
+# Images that are there where none are asked for.
+RANDOM = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainJob:
+    """What to train.
+
+    Attributes:
+      hosts, density: P, k / n.
+      rates: of the links, one after the other.
+      forms: names.
+      net, width: of :data:`NETS`, and of its hidden layers.
+      data, data_dir: as :func:`images.load` takes them; ``"random"`` for noise in the shape of CIFAR-10.
+      batch: examples a host a step.
+      learning_rate: of SGD with momentum.
+      target: the accuracy to be reached; None for none.
+      steps: to be taken at most.
+      every: steps from one test to the next.
+      repeats: how often each part is timed by itself.
+      seed: of parameters and batches.
+    """
+
+    hosts: int
+    density: float
+    rates: tuple[str, ...]
+    forms: tuple[str, ...]
+    net: str
+    width: int
+    data: str
+    data_dir: str | None
+    batch: int
+    learning_rate: float
+    target: float | None
+    steps: int
+    every: int
+    repeats: int
+    seed: int
+
+    def written(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def read(text: str) -> "TrainJob":
+        read = json.loads(text)
+        return TrainJob(**read | {"rates": tuple(read["rates"]), "forms": tuple(read["forms"])})
+
+    def images(self) -> Images:
+        if self.data != "random":
+            return load(self.data, None if self.data_dir is None else pathlib.Path(self.data_dir))
+        rng = np.random.default_rng(self.seed)
+        x, y = rng.random((RANDOM, 32, 32, 3), np.float32), rng.integers(0, CLASSES, RANDOM, np.int32)
+        return Images(x, y, x[:1], y[:1])
+
+
+def main(text: str) -> None:
+    job = TrainJob.read(text)
+    rank = int(os.environ["JSPARSE_RANK"])
+    jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
+    trainer = Trainer(job, rank)
+    for number, name in enumerate(job.forms):
+        trainer.train(next(form for form in FORMS if form.name == name), number * len(job.rates))
+    jax.distributed.shutdown()
+
+
+class Trainer:
+    """One of several hosts."""
+
+    def __init__(self, job: TrainJob, rank: int):
+        self._job, self._rank, self._images = job, rank, job.images()
+        self._mesh = Mesh(np.array(jax.devices()), (AXIS,))
+        self._meter = Meter(agreement(self._mesh, AXIS))
+        net = NETS[job.net](self._images.train_x.shape[1:], job.width, nnx.Rngs(job.seed))
+        self._graph, params = nnx.split(net, nnx.Param)
+        self._params = jax.tree.map(np.asarray, nnx.as_pure(params))
+        self._evaluate = jax.jit(
+            lambda params, x, y: jnp.sum(jnp.argmax(nnx.merge(self._graph, params)(x), axis=-1) == y)
+        )
+
+    def train(self, form: Form, done: int) -> None:
+        """Trains by one form, at every rate anew, and tells of it; so many trainings have been done before."""
+        job = self._job
+        tx = form.make(AXIS, density=job.density)
+        sgd = optax.sgd(job.learning_rate, momentum=MOMENTUM)
+        step = train_step(self._loss, optax.chain(tx, sgd), self._mesh, AXIS, check_vma=False)
+        # Compiled before the clock runs.
+        jax.block_until_ready(step(step.init(self._params), next(self._batches())))
+        local, grads = self._local_step(sgd)
+        parts = {"computation": local}
+        config = tx.config
+        if isinstance(config, Config) and config.select is not None:
+            parts["selection"] = Selecting(config, grads)
+        alone = {f"{name}_ms": time_steps(part, self._meter.agree, job.repeats) for name, part in parts.items()}
+        for number, rate in enumerate(job.rates, done):
+            ask_for_rate(rate)
+            run = self._run(step, lambda at, number=number: tell(name=form.name, done=number * job.steps + at))
+            tell(name=form.name, done=(number + 1) * job.steps, rate=rate, parameters=grads[0].size, **alone, **run)
+
+    def _run(self, step: Any, show: Callable[[int], None]) -> dict[str, Any]:
+        """Trains to the target: times, bytes and accuracies of what came of it."""
+        job, agree = self._job, self._meter.agree
+        state, batches = step.init(self._params), self._batches()
+        times, accuracies, losses, words, sent, received = [], [], [], [], 0, 0
+        for number in range(1, job.steps + 1):
+            batch = next(batches)
+            agree(0.0)
+            before = sent_bytes(), received_bytes()
+            start = time.perf_counter()
+            state, loss = step(state, batch)
+            jax.block_until_ready(state)
+            times.append(1e3 * (time.perf_counter() - start))
+            sent, received = sent + sent_bytes() - before[0], received + received_bytes() - before[1]
+            losses.append(float(loss.addressable_data(0)))
+            words.append(int(stats(state.opt_state).words[0]))
+            if self._rank == 0:
+                show(number)
+            if job.target is not None and (number % job.every == 0 or number == job.steps):
+                accuracies.append(self._accuracy(state.params))
+                if accuracies[-1] >= job.target:
+                    break
+        return {
+            "step_ms": times,
+            "accuracy": accuracies,
+            "loss": losses,
+            "sent_bytes": sent / len(times),
+            "received_bytes": received / len(times),
+            "stated_bytes": 4 * float(np.mean(words)),
+        }
+
+    def _accuracy(self, params: Any) -> float:
+        """On all test images, of which each host takes its share; what the slowest takes is not on the clock."""
+        own = jax.tree.map(lambda x: x.addressable_data(0), params)
+        share = slice(self._rank, None, self._job.hosts)
+        x, y = self._images.test_x[share], self._images.test_y[share]
+        right = sum(int(self._evaluate(own, x[i : i + 500], y[i : i + 500])) for i in range(0, len(y), 500))
+        # Hosts tell the others in turn: what all agree on is the largest number.
+        turns = [self._meter.agree(float(right if turn == self._rank else -1)) for turn in range(self._job.hosts)]
+        return sum(turns) / len(self._images.test_y)
+
+    def _batches(self) -> Iterator[Any]:
+        """This host's share of each batch, without end."""
+        job, images = self._job, self._images
+        rng = np.random.default_rng(job.seed)
+        while True:
+            order = rng.permutation(len(images.train_y))
+            whole = len(order) // (job.hosts * job.batch)
+            for batch in order[: whole * job.hosts * job.batch].reshape(whole, job.hosts, job.batch):
+                yield images.train_x[batch[self._rank]], images.train_y[batch[self._rank]]
+
+    def _loss(self, params: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        logits = nnx.merge(self._graph, params)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def _local_step(self, sgd: optax.GradientTransformation) -> tuple[Callable[[], None], list[jax.Array]]:
+        """A step without any synchronisation, to be timed; and gradients of some batches, flat."""
+        batches = list(itertools.islice(self._batches(), 3))
+        flat = jax.jit(lambda params, batch: ravel_pytree(jax.grad(self._loss)(params, batch))[0])
+        grads = [flat(self._params, batch) for batch in batches]
+
+        def local(params, state, batch):
+            updates, state = sgd.update(jax.grad(self._loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = jax.tree.map(jnp.array, self._params)
+        carry = params, jax.jit(sgd.init)(params)
+        run, cycle = jax.jit(local, donate_argnums=(0, 1)), itertools.cycle(batches)
+
+        def step() -> None:
+            nonlocal carry
+            carry = jax.block_until_ready(run(*carry, next(cycle)))
+
+        step()
+        return step, grads
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,211 @@
+"""One host's part in ``jsparse bench network``: synchronises by every form, and times and counts it."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._comm.comm import AxisComm
+from .._comm.traffic import traffic
+from .._engine.config import Config
+from .._engine.memory import accumulate
+from .._engine.sync import sync
+from .._engine.transform import SparseAllReduce
+from .._vector.layout import Layout
+from .alone import Alone
+from .forms import FORMS, Form
+from .job import Job, Meter, ask_for_rate, gradients, tell
+
+AXES = ("pairs", "hosts")
+WARM_UP = 3
+
+
+def main(text: str) -> None:
+    job = Job.read(text)
+    rank = int(os.environ["JSPARSE_RANK"])
+    jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
+    worker = Worker(job, rank)
+    worker.meter.calibrate()
+    for form in FORMS:
+        if job.wants(form.name) and (job.hosts % 2 == 0 or not form.levels):
+            worker.measure(form)
+    jax.distributed.shutdown()
+
+
+def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], float]:
+    """The largest of what all workers of a mesh say, once all have."""
+    along = NamedSharding(mesh, PartitionSpec(axis))
+    largest = jax.jit(
+        jax.shard_map(lambda x: AxisComm(axis).pmax(x), mesh=mesh, in_specs=along.spec, out_specs=PartitionSpec())
+    )
+
+    def agree(number: float) -> float:
+        local = np.full(1, number, np.float32)
+        return float(largest(jax.make_array_from_process_local_data(along, local)).addressable_data(0)[0])
+
+    return agree
+
+
+class Worker:
+    """One of several.
+
+    Attributes:
+      meter: times and counts what it does.
+    """
+
+    def __init__(self, job: Job, rank: int):
+        self._job = job
+        devices = np.array(jax.devices())
+        pairs = 2 if job.hosts % 2 == 0 else 1
+        self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
+        along = NamedSharding(self._mesh, PartitionSpec(AXES))
+        self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in gradients(job.size, rank)]
+        self.meter = Meter(agreement(self._mesh, AXES))
+
+    def measure(self, form: Form) -> None:
+        """Measures one form at every rate, and tells of it."""
+        job = self._job
+        tx = form.make(*(AXES if form.levels else (AXES,)), density=job.density)
+        whole = Whole(tx, self._mesh, self._grads, dense_update=form.dense_update)
+        parts = self._parts(tx, dense_update=form.dense_update)
+        for rate in job.rates:
+            ask_for_rate(rate)
+            self.meter.agree(0.0)
+            for _ in range(WARM_UP):
+                whole()
+            before = len(whole.words)
+            figures: dict[str, Any] = self.meter.measure(whole, job.repeats)
+            figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in whole.words[before:]]))
+            for name, program in parts.items():
+                program()
+                figures[f"{name}_ms"] = self.meter.measure(program, job.repeats)["ms"]
+            tell(
+                name=form.name,
+                rate=rate,
+                dense_update=not whole.sparse,
+                memory=whole.memory,
+                least_bytes=whole.sends.least.bytes,
+                most_bytes=whole.sends.bytes,
+                **figures,
+            )
+
+    def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
+        """Programs of this host alone: its computing, and its accumulation and selection."""
+        config = tx.config
+        assert isinstance(config, Config)
+        sizes = dict(self._mesh.shape)
+
+        def lone(comm: Any) -> Any:
+            axes = (comm.axis,) if isinstance(comm.axis, str) else comm.axis
+            return Alone(int(np.prod([sizes[axis] for axis in axes])))
+
+        intra = None if config.intra is None else lone(config.intra)
+        config = dataclasses.replace(config, comm=lone(config.comm), intra=intra)
+        programs: dict[str, Callable[[], None]] = {}
+        programs["computing"] = Whole(SparseAllReduce.of(config), self._mesh, self._grads, dense_update=dense_update)
+        if config.select is not None:
+            programs["selection"] = Selecting(config, [grad.addressable_data(0) for grad in self._grads])
+        return programs
+
+
+def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> Callable[..., Any]:
+    """``(gradient, state) -> (state, mean)``, the mean left sparse where it can be; ``seen`` hears whether it was.
+
+    The state comes first: JAX hands donated memory to the first result of its shape, and a dense mean has that of the
+    residual here.
+    """
+
+    def sparse(grads, state) -> bool:
+        if dense_update:
+            return False
+        try:
+            # Only its shapes: what it sends would stay in the program.
+            jax.eval_shape(functools.partial(sync, tx), grads, state)
+        except ValueError:  # It has a dense sum.
+            return False
+        return True
+
+    def step(grads, state):
+        seen.append(sparse(grads, state))
+        mean, state = (sync if seen[-1] else update)(tx, grads, state)
+        return state, mean
+
+    def update(tx, grads, state):
+        return tx.update(grads, state)
+
+    return step
+
+
+class Whole:
+    """Synchronisations, one after the other, each of the next gradient.
+
+    Attributes:
+      sends: what one can send.
+      words: what each said it sent, in words.
+      memory: temporary, over the gradient's own.
+      sparse: whether the mean stays sparse.
+    """
+
+    def __init__(self, tx: SparseAllReduce, mesh: Mesh, grads: list[jax.Array], *, dense_update: bool):
+        along, everywhere = PartitionSpec(AXES), PartitionSpec()
+        n = grads[0].shape[0] // mesh.size
+        seen: list[bool] = []
+        step = jax.shard_map(
+            synchroniser(tx, dense_update, seen),
+            mesh=mesh,
+            in_specs=(along, along),
+            out_specs=(along, everywhere),
+            check_vma=False,
+        )
+        begin = jax.shard_map(lambda: tx.init(jnp.zeros(n)), mesh=mesh, in_specs=(), out_specs=along, check_vma=False)
+        self._state: Any = jax.jit(begin)()
+        run = jax.jit(step, donate_argnums=1)
+        self.sends = traffic(run, grads[0], self._state)
+        self._run = run.lower(grads[0], self._state).compile()
+        self._grads = itertools.cycle(grads)
+        self.words: list[Any] = []
+        self.sparse = seen[-1]
+        memory = self._run.memory_analysis()
+        self.memory = memory.temp_size_in_bytes / (4 * n) if memory else None
+
+    def __call__(self) -> None:
+        self._state, _ = jax.block_until_ready(self._run(next(self._grads), self._state))
+        self.words.append(self._state.report.words.addressable_data(0)[0])
+
+
+class Selecting:
+    """Accumulation and selection alone."""
+
+    def __init__(self, config: Any, grads: list[jax.Array]):
+        n = config.length(grads[0].shape[0])
+
+        def step(grad, residual, state, number):
+            leaf = grad[:n]
+            # Not a constant, with which XLA adds in another, slower way than in a step.
+            acc = accumulate(Layout.of([leaf]), residual, [leaf], number >= 0, 1)
+            x, state = config.select(acc, state, number, jnp.int32(0))
+            # What was selected is delivered, and all the rest stays.
+            return acc, x, state
+
+        self._state = jnp.zeros(n), config.select.init(n, jnp.float32)
+        arguments = grads[0], *self._state, jnp.int32(0)
+        self._run = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
+        self._grads, self._number = itertools.cycle(grads), 0
+
+    def __call__(self) -> None:
+        self._number += 1
+        residual, x, state = self._run(next(self._grads), *self._state, jnp.int32(self._number))
+        self._state = jax.block_until_ready((residual, state))
+        jax.block_until_ready(x)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

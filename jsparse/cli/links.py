@@ -1,0 +1,161 @@
+"""α and β of a network: messages and collectives of several lengths, and the line that their times lie on."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._comm.comm import AxisComm
+from .._comm.metered import Cost, collective_cost
+
+# The axes along which workers stand: the network's two levels.
+BETWEEN, INSIDE = "nodes", "gpus"
+# Seconds that a measurement may take, of which there are several, and runs in it.
+BUDGET, MOST = 0.05, 1000
+
+
+class Sample(NamedTuple):
+    """One length of one kind of message.
+
+    Attributes:
+      what: which collective; ``"ppermute"`` is a ping-pong between two workers.
+      payload: words of a worker's operand.
+      messages: that a worker sends one after the other.
+      words: that pass over a link meanwhile.
+      seconds: that this took.
+    """
+
+    what: str
+    payload: int
+    messages: float
+    words: float
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """The line ``seconds = alpha * messages + beta * words``.
+
+    Attributes:
+      alpha: seconds a message.
+      beta: seconds a word of 4 bytes.
+      error: of the logarithms of the samples' times the root of the mean square: 0.1 is 10 %.
+    """
+
+    alpha: float
+    beta: float
+    error: float
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """Least squares of relative errors, by which twice as long is as wrong as half; neither α nor β is below 0.
+
+    >>> times = [(1, 10), (1, 1000), (4, 500)]
+    >>> fit([Sample("psum", w, m, w, 0.5 * m + 0.25 * w) for m, w in times])
+    Fit(alpha=0.5, beta=0.25, error=0.0)
+    """
+    if not samples:
+        raise ValueError("there are no times to fit a line to: measure at least one message")
+    figures = np.array([(sample.messages, sample.words, sample.seconds) for sample in samples])
+    sent, taken = figures[:, :2], figures[:, 2]
+    scale = np.maximum(sent.max(0), 1)
+
+    def solved(columns, weights):
+        found = np.zeros(2)
+        rows = sent[:, columns] / scale[columns] * weights[:, None]
+        found[columns] = np.linalg.lstsq(rows, taken * weights, rcond=None)[0]
+        return np.maximum(found, 0) / scale
+
+    def error(found):
+        return float(np.sqrt(np.mean(np.log(np.maximum(sent @ found, 1e-300) / taken) ** 2)))
+
+    weights, best = 1 / taken, np.zeros(2)
+    # Relative to the time alone, errors below it count for less: relative to the mean of it and what is predicted.
+    for _ in range(20):
+        best = min((solved(columns, weights) for columns in ([0, 1], [0], [1])), key=error)
+        weights = 1 / np.sqrt(taken * np.maximum(sent @ best, 1e-300))
+    alpha, beta = (float(f"{figure:.6g}") for figure in best)
+    return Fit(alpha, beta, float(f"{error(best):.3g}") if error(best) > 1e-9 else 0.0)
+
+
+def agreed(seconds: float) -> float:
+    """The longest of any process, the same on all: what follows from it, all decide alike."""
+    if jax.process_count() == 1:
+        return seconds
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+
+
+def seconds_of(run: Callable[[int], Any], repeats: int, budget: float = BUDGET) -> float:
+    """The median time of one of many runs, after the first.
+
+    Args:
+      run: runs so many times, and returns arrays.
+      repeats: how many measurements.
+      budget: seconds that one of them should take.
+    """
+
+    def taken(count):
+        start = time.perf_counter()
+        jax.block_until_ready(run(count))
+        return (time.perf_counter() - start) / count
+
+    taken(1)
+    count = int(min(max(budget / max(agreed(taken(1)), 1e-9), 1), MOST))
+    return agreed(statistics.median(taken(count) for _ in range(repeats)))
+
+
+def measure(mesh: Mesh, axis: str, payloads: Sequence[int], repeats: int, sharing: int = 1) -> Iterator[Sample]:
+    """Times messages and collectives along an axis of the mesh, all of whose rows send at once.
+
+    Args:
+      mesh: the workers.
+      axis: along which they talk; more than one stand there.
+      payloads: words of a worker's operand.
+      repeats: measurements of each.
+      sharing: how many of them share a link.
+    """
+    comm, size, parted = AxisComm(axis), mesh.shape[axis], PartitionSpec(mesh.axis_names)
+
+    def gathered(x):
+        return comm.all_gather(x)[(comm.rank() + 1) % size]
+
+    def exchanged(x):
+        return comm.all_to_all(x.reshape(size, -1)).reshape(-1)
+
+    def there_and_back(x):
+        return comm.ppermute(comm.ppermute(x, [(0, 1)]), [(1, 0)])
+
+    bodies = {
+        "ppermute": there_and_back,
+        "psum": lambda x: comm.psum(x) / size,
+        "all_gather": gathered,
+        "all_to_all": exchanged,
+    }
+
+    def local(body, x, count):
+        return lax.fori_loop(0, count, lambda i, x: body(x), x)
+
+    for name, body in bodies.items():
+        along = functools.partial(local, body)
+        looped = jax.jit(
+            jax.shard_map(along, mesh=mesh, in_specs=(parted, PartitionSpec()), out_specs=parted, check_vma=False)
+        )
+        for payload in sorted({-(-payload // size) * size for payload in payloads}):
+            x = ones(mesh, payload)
+            taken = seconds_of(lambda count, x=x, looped=looped: looped(x, jnp.int32(count)), repeats)
+            sent = collective_cost(name, 4 * payload, size)
+            sent = Cost(2 * sent.bytes, 2) if name == "ppermute" else sent
+            yield Sample(name, payload, sent.messages, sharing * sent.bytes / 4, taken)
+
+
+def ones(mesh: Mesh, n: int) -> jax.Array:
+    """A vector of length n on each worker."""
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.jit(lambda: jnp.ones(mesh.size * n), out_shardings=place)()

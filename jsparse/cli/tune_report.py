@@ -1,0 +1,103 @@
+"""What ``jsparse tune`` recommends and shows of its figures."""
+
+import pathlib
+from typing import Any
+
+import rich.console
+import rich.table
+
+from .. import cost
+from ..bench.output import pyplot
+from .links import INSIDE
+from .plan import short
+
+# A sparse algorithm is recommended if a step is by so much faster: less is noise, and dense sums lose no accuracy.
+MARGIN = 1.05
+
+
+def recommended(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest; the fastest dense one, if nothing is clearly faster."""
+    if results[0]["times_faster_than_dense"] >= MARGIN:
+        return results[0]
+    return next(result for result in results if result["preset"] in cost.DENSE)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Prints the network, the table, and what follows from them."""
+    predicted, console = figures["predicted"], rich.console.Console(width=120, highlight=False)
+    for name, link in figures["links"].items():
+        rate = f"{32e-9 / link['beta']:.3g} Gbit/s" if link["beta"] else "a rate beyond measure"
+        where = "inside a node" if name == INSIDE else "between nodes" if INSIDE in figures["links"] else "network"
+        console.print(
+            f"{where}: {1e6 * link['alpha']:.3g} µs a message, {rate} (off by {100 * link['error']:.0f} %, typically)"
+        )
+    table = rich.table.Table(
+        title=f"n = {predicted['parameters']:,}, k = {predicted['k']:,}, {figures['workers']} workers on "
+        f"{figures['nodes']} nodes; {figures['device']}, jax {figures['jax']}",
+        caption=f"synchronisation: selection and communication, measured. step: and {short(predicted['step_time_ms'])} "
+        f"ms of computing. predicted: likewise, with {short(predicted['selection_time_ms'])} ms of selection.",
+    )
+    table.add_column("algorithm")
+    for column in ("synchronisation ms", "range", "step ms", "predicted ms", "over dense"):
+        table.add_column(column, justify="right")
+    for result in figures["measured"]:
+        times, guess = result["synchronisation_ms"], result["predicted_step_ms"]
+        table.add_row(
+            result["name"],
+            short(times["median"]),
+            f"{short(times['min'])} to {short(times['max'])}",
+            short(result["step_ms"]),
+            "" if guess is None else short(guess),
+            f"{result['times_faster_than_dense']:.2f} x",
+        )
+    console.print(table)
+    console.print(verdict(figures))
+
+
+def verdict(figures: dict[str, Any]) -> str:
+    """Which to take, in words."""
+    name, results = figures["recommended"], figures["measured"]
+    if figures["dense_wins"]:
+        near = next((result for result in results if result["preset"] not in cost.DENSE), None)
+        advice = f"Dense wins: take {name}."
+        if near:
+            advice += (
+                f" The fastest sparse one, {near['name']}, makes a step "
+                f"{1 / near['times_faster_than_dense']:.2f} times as long (below {1 / MARGIN:.2f} it would be taken)."
+            )
+    else:
+        advice = (
+            f"Take {name} at density {figures['density']}: a step is {figures['times_faster_than_dense']:.2f} times as "
+            "fast as with the fastest dense one."
+        )
+    if not figures["predicted"]["step_time_ms"]:
+        advice += " The model's own step is counted as free: give --model or --step-time."
+    return f"{advice} {figures['out']} says so to jsparse.from_file."
+
+
+def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws what was measured of the network, with the fitted lines, and each algorithm's step."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for name, samples in figures["samples"].items():
+        link = figures["links"][name]
+        for number, what in enumerate(dict.fromkeys(sample["what"] for sample in samples)):
+            of = [sample for sample in samples if sample["what"] == what]
+            style = {"color": f"C{number}", "marker": "s" if name == INSIDE else "o"}
+            left.plot(
+                [s["payload"] for s in of], [1e3 * s["seconds"] for s in of], ls="", label=f"{what}, {name}", **style
+            )
+            line = [1e3 * (link["alpha"] * s["messages"] + link["beta"] * s["words"]) for s in of]
+            left.plot([s["payload"] for s in of], line, color=f"C{number}", lw=1)
+    left.set(xscale="log", yscale="log", xlabel="words", ylabel="ms", title="messages, and the α-β model")
+    left.legend(fontsize="small")
+    results = figures["measured"][::-1]
+    bars = right.barh([result["name"] for result in results], [result["step_ms"] for result in results])
+    right.bar_label(bars, fmt="%.3g", padding=3)
+    guesses = [(i, r["predicted_step_ms"]) for i, r in enumerate(results) if r["predicted_step_ms"] is not None]
+    right.plot([guess for _, guess in guesses], [i for i, _ in guesses], "k|", ms=14, label="predicted")
+    right.margins(x=0.15)
+    right.set(xlabel="ms a step", title=f"n = {figures['predicted']['parameters']:,}, density {figures['density']}")
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,212 @@
+"""Wire formats: how a sparse vector is laid out in a message.
+
+A message is one buffer of 32-bit integers, so that values and indices travel together, in as many bytes as they need,
+whatever the backend does to narrow floating-point types.
+"""
+
+import dataclasses
+import functools
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from kernels_pallas import bitmap
+
+from .._vector.random import key_of
+from .._vector.sparse_vector import SparseVector
+from ..quantize import Exact, Quantizer
+from ..quantize._base import pack_digits, packed_words, unpack_digits
+
+__all__ = ["Compact", "Full", "Wire"]
+
+
+class Wire(Protocol):
+    """A layout of sparse vectors in messages: a frozen dataclass.
+
+    Attributes:
+      lossless: whether what is read is what was written, to the bit.
+      elementwise: whether what was read once is read as it is when it is sent again, whatever stands beside it.
+    """
+
+    @property
+    def lossless(self) -> bool: ...
+
+    @property
+    def elementwise(self) -> bool: ...
+
+    def at(self, step: jax.Array) -> "Wire":
+        """The wire for the messages of one step, where it draws random numbers: int32 scalar, alike on all workers."""
+        ...
+
+    def encode(self, x: SparseVector) -> jax.Array:
+        """Lays each run out as one row of int32: shape ``(..., words)`` for values of shape ``(..., capacity)``.
+
+        Equal runs are laid out alike, on every worker.
+        """
+        ...
+
+    def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
+        """Reads the rows back, as vectors of length ``n`` with ``capacity`` values of ``dtype``."""
+        ...
+
+    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
+        """Reads the values alone, shape ``(..., capacity)``; those of unused places may be anything."""
+        ...
+
+    def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
+        """The length of a row, for a run of ``capacity`` values of ``dtype`` out of ``n``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Values and indices at full width: 4 + 4 bytes an element for float32, 8 + 4 for float64. Lossless.
+
+    >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
+    >>> Full().encode(x).shape
+    (4,)
+    """
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def at(self, step: jax.Array) -> "Full":
+        return self
+
+    def encode(self, x: SparseVector) -> jax.Array:
+        values = lax.bitcast_convert_type(x.values, jnp.int32)
+        return jnp.concatenate([values.reshape(*x.indices.shape[:-1], -1), x.indices], axis=-1)
+
+    def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
+        indices = message[..., message.shape[-1] - capacity :]
+        return SparseVector(self.decode_values(message, capacity, n, dtype), indices, n)
+
+    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
+        values = message[..., : message.shape[-1] - capacity]
+        if jnp.dtype(dtype).itemsize > 4:
+            values = values.reshape(*values.shape[:-1], capacity, -1)
+        return lax.bitcast_convert_type(values, dtype)
+
+    def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
+        return capacity * (jnp.dtype(dtype).itemsize // 4 + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """Ascending indices in about ``2 + log2(n / capacity)`` bits each, and values in as few as their quantizer takes.
+
+    The low bits of an index are written as they are, the upper ones of all indices in unary, in one bitmap: a bit for
+    each element, that of element ``i`` at place ``i + (index >> low)``. How many are low is whatever makes the message
+    shortest, so that the indices of 1 % of a vector take 8.6 bits each, those of 0.1 % 12, whatever they are.
+
+    What a quantizer rounds away is not delivered: whoever rounds has it in its residual.
+
+    Attributes:
+      values: how values are laid out: ``Exact()``, lossless, 4 bytes each for float32; ``quantize.BFloat16()``, 2
+        bytes; ``quantize.Codebook(4)`` and ``(2)``, 4 and 2 bits; any other quantizer.
+      key: of the random numbers of one step; :meth:`at` sets it.
+
+    >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
+    >>> Compact().encode(x).shape
+    (3,)
+    >>> Compact().words(1000, 100_000, jnp.float32)
+    1269
+
+    References:
+      Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21(2), 1974.
+    """
+
+    values: Quantizer = Exact()
+    key: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def lossless(self) -> bool:
+        return self.values.lossless
+
+    @property
+    def elementwise(self) -> bool:
+        return self.values.elementwise
+
+    def at(self, step: jax.Array) -> "Compact":
+        seed = getattr(self.values, "seed", None)
+        return self if seed is None else dataclasses.replace(self, key=key_of(seed, step))
+
+    def encode(self, x: SparseVector) -> jax.Array:
+        if x.values.ndim > 1:
+            return jax.vmap(self.encode)(x)
+        low = _low_bits(x.capacity, x.n)
+        fields = [pack_digits(x.indices >> shift & (1 << width) - 1, 1 << width) for shift, width in _fields(low)]
+        places = (x.indices >> low) + lax.iota(jnp.int32, x.capacity)
+        upper = bitmap.mark(jnp.zeros(_upper_words(x.capacity, x.n, low), jnp.uint32), places)
+        # What is random depends on what is sent, so that all who send the same send the same bits.
+        key = jax.random.key(0) if self.key is None else self.key
+        bits = lax.bitcast_convert_type(x.values, jnp.uint32)
+        key = jax.random.fold_in(key, jnp.sum(bits, dtype=jnp.uint32))
+        values = self.values.encode(x.values, key)
+        return jnp.concatenate([lax.bitcast_convert_type(upper, jnp.int32), *fields, values])
+
+    def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
+        if message.ndim > 1:
+            return jax.vmap(lambda row: self.decode(row, capacity, n, dtype))(message)
+        low = _low_bits(capacity, n)
+        begin = _upper_words(capacity, n, low)
+        places, _ = bitmap.members(lax.bitcast_convert_type(message[:begin], jnp.uint32), capacity, fill=0)
+        indices = places - lax.iota(jnp.int32, capacity) << low
+        for shift, width in _fields(low):
+            end = begin + packed_words(capacity, 1 << width)
+            indices |= unpack_digits(message[begin:end], capacity, 1 << width) << shift
+            begin = end
+        values = self.decode_values(message, capacity, n, dtype)
+        return SparseVector(jnp.where(indices < n, values, 0), indices, n)
+
+    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
+        if message.ndim > 1:
+            return jax.vmap(lambda row: self.decode_values(row, capacity, n, dtype))(message)
+        begin = _index_words(capacity, n, _low_bits(capacity, n))
+        return self.values.decode(message[begin:], capacity, dtype)
+
+    def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
+        return _index_words(capacity, n, _low_bits(capacity, n)) + self.values.words(capacity, dtype)
+
+
+@functools.cache
+def _low_bits(capacity: int, n: int) -> int:
+    """How many of an index's bits are written as they are, so that all of them take the least room."""
+    return min(
+        (low for low in range(32) if (n >> low) + capacity < 2**31), key=lambda low: _index_words(capacity, n, low)
+    )
+
+
+def _index_words(capacity: int, n: int, low: int) -> int:
+    fields = sum(packed_words(capacity, 1 << width) for _, width in _fields(low))
+    return _upper_words(capacity, n, low) + fields
+
+
+def _upper_words(capacity: int, n: int, low: int) -> int:
+    return -(-((n >> low) + capacity) // 32)
+
+
+def _fields(low: int) -> list[tuple[int, int]]:
+    """``(shift, width)`` of the parts that low bits are packed in: widths that fill words."""
+    return [(low & (width - 1), width) for width in (16, 8, 4, 2, 1) if low & width]
+
+
+def moving(wire: Wire) -> Wire:
+    """The wire on which what was read once can go on without being rounded again."""
+    return wire if wire.elementwise else Compact()
+
+
+def as_read(wire: Wire, x: SparseVector, message: jax.Array) -> SparseVector:
+    """What others read of ``x`` in its message."""
+    if wire.lossless:
+        return x
+    values = wire.decode_values(message, x.capacity, x.n, x.values.dtype)
+    return SparseVector(jnp.where(x.indices < x.n, values, 0), x.indices, x.n)
