@@ -4,14 +4,13 @@ from . import allreduce, cost, quantize, select, wire
 from ._comm.comm import AxisComm, Comm
 from ._comm.mpi import MpiComm
 from ._comm.traffic import Traffic, traffic
-from ._engine.a2sgd import A2SGD
 from ._engine.memory import ErrorFeedback
 from ._engine.phases import phases
-from ._engine.sync import apply_sparse, sync
-from ._engine.synchronise import SparseAllReduceState
-from ._engine.transform import SparseAllReduce, sparse_allreduce
+from ._engine.state import SparseAllReduceState
+from ._engine.transform import SparseAllReduce, apply_sparse, sync
 from ._presets.dense import a2sgd, dense, parameter_server, qsgd, quantized, torus
 from ._presets.files import from_file
+from ._presets.general import sparse_allreduce
 from ._presets.sparse import (
     dgc,
     dsar_split_allgather,
@@ -29,13 +28,13 @@ from ._share.parts import in_parts, map_in_parts
 from ._share.sharded import sharded
 from ._share.trust_ratio import lamb, lars, scale_by_trust_ratio
 from ._train.per_worker import PerWorkerState, ShardedState, per_worker
-from ._train.placement import Stats, init, residual, state_specs, stats
+from ._train.placement import init, state_specs
 from ._train.state import TrainState, sync_params
+from ._train.stats import Stats, residual, stats
 from ._train.step import TrainStep, local_value_and_grad, train_step
 from ._vector.sparse_vector import SparseVector
 
 __all__ = [
-    "A2SGD",
     "AxisComm",
     "Comm",
     "ErrorFeedback",

@@ -129,7 +129,7 @@ ROWS = [
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
         "hitopk-oktopk",
-        lambda axes, density: jsparse.hitopk(*axes, density=density, allreduce=jsparse.allreduce.OkTopk(density)),
+        lambda axes, density: jsparse.hitopk(*axes, density=density, allreduce=jsparse.allreduce.OkTopk()),
         sizes=(8,),
         gpus=GPUS,
     ),
@@ -157,7 +157,7 @@ ROWS = [
     # Fewer in expectation, so that all three together do not exceed 3 k.
     Row(
         "topk_allgather-stochastic",
-        topk_allgather_selecting(lambda density: select.StochasticTopK(0.8 * density)),
+        lambda comm, density: jsparse.topk_allgather(comm, select=select.StochasticTopK(0.8 * density)),
         sizes=(3,),
     ),
     Row("topk_allgather-dgc", topk_allgather_selecting(select.DgcThreshold), sizes=(3,)),

@@ -14,7 +14,7 @@ import transports
 from algorithms import ROWS, Row
 from jsparse._comm.metered import Metered
 from jsparse._vector.sparse_vector import SparseVector
-from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather
+from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather, maximum, minimum
 from jsparse.allreduce._gather import delta
 from jsparse.allreduce.oktopk import _space_repartition
 from jsparse.wire import Full
@@ -32,8 +32,8 @@ def reduction(allreduce, n: int = LENGTH):
         comm = Metered(jsparse.AxisComm(AXIS))
         x = SparseVector(values, indices, n)
         state = allreduce.init(n, comm.size, values.dtype)
-        total, _, _ = allreduce(comm, x, state, step=jnp.int32(3), wire=Full())
-        dense = total.to_dense(allreduce.operator) if isinstance(total, SparseVector) else total
+        total, _, _ = allreduce(comm, x, state, step=jnp.int32(3), wire=Full().at(jnp.int32(3)))
+        dense = total.to_dense() if isinstance(total, SparseVector) else total
         return dense, comm.words
 
     return jax.jit(jax.vmap(run, axis_name=AXIS))
@@ -82,32 +82,51 @@ def test_unequal_regions_are_balanced_before_they_are_gathered():
     split, direct, balanced = 2 * K * (P - 1), 2 * union * (P - 1), 2 * 2 * union // P * (P - 1)
     assert words[0] - split <= 1.25 * balanced < direct
     values, indices = vectors(sets)
-    np.testing.assert_array_equal(totals[0], combine(values, indices, "sum"))
+    np.testing.assert_array_equal(totals[0], combine(values, indices))
 
 
-def combine(values, indices, operator: str, n: int = LENGTH):
+def combine(values, indices, n: int = LENGTH, at=np.add.at, neutral: float = 0):
     """What the result should be, in numpy."""
-    neutral = {"sum": 0, "max": -np.inf, "min": np.inf}[operator]
     combined = np.full(n, neutral, values.dtype)
-    at = {"sum": np.add, "max": np.maximum, "min": np.minimum}[operator].at
     for value, index in zip(values, indices, strict=True):
         at(combined, index[index < n], value[index < n])
     return combined
 
 
-@pytest.mark.parametrize("operator, dtype", [("sum", np.float64), ("max", np.float32), ("min", np.float64)])
-@pytest.mark.parametrize("kind", [SsarRecursiveDoubling, SsarSplitAllGather, DsarSplitAllGather])
-def test_operators_sparse_dense_and_mixed(kind, operator: str, dtype):
-    """Short vectors: results that stay sparse, that go dense, and that go dense on the way, of one executable."""
-    n, k, size = 40, 8, 5
+def short_vectors(dtype, n: int = 40, k: int = 8, size: int = 5):
+    """Vectors whose sum stays sparse, goes dense, and goes dense on the way."""
     rng = np.random.default_rng(2)
+    for kept in (range(8), range(16), range(40)):
+        few = [rng.choice(kept, size=rng.integers(1, k + 1), replace=False) for _ in range(size)]
+        yield vectors(few, dtype, k, n)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", [SsarRecursiveDoubling, SsarSplitAllGather, DsarSplitAllGather])
+def test_sparse_dense_and_mixed(kind, dtype):
     with jax.enable_x64(dtype == np.float64):
-        for kept in (range(8), range(16), range(40)):
-            few = [rng.choice(kept, size=rng.integers(1, k + 1), replace=False) for _ in range(size)]
-            values, indices = vectors(few, dtype, k, n)
-            totals, _ = reduction(kind(operator=operator), n)(values, indices)
+        for values, indices in short_vectors(dtype):
+            totals, _ = reduction(kind(), 40)(values, indices)
             assert totals.dtype == dtype
-            np.testing.assert_array_equal(totals, np.tile(combine(values, indices, operator, n), (size, 1)))
+            np.testing.assert_array_equal(totals, np.tile(combine(values, indices, 40), (5, 1)))
+
+
+@pytest.mark.parametrize(
+    ("function", "at", "neutral"),
+    [(maximum, np.maximum.at, -np.inf), (minimum, np.minimum.at, np.inf)],
+)
+def test_the_largest_and_the_smallest_at_each_index(function, at, neutral):
+    """Over the workers that have the index; indices that nobody has are not in the result."""
+    run = jax.jit(jax.vmap(lambda v, i: function(AXIS, SparseVector(v, i, 40)), axis_name=AXIS))
+    for values, indices in short_vectors(np.float32):
+        want = combine(values, indices, 40, at, neutral)
+        have = run(values, indices)
+        for worker in range(5):
+            members = np.asarray(have.indices[worker])
+            used = members < 40
+            np.testing.assert_array_equal(members[used], np.flatnonzero(np.isfinite(want)))
+            np.testing.assert_array_equal(np.asarray(have.values[worker])[used], want[members[used]])
+            assert not np.any(np.asarray(have.values[worker])[~used])
 
 
 def test_delta_is_where_pairs_take_as_much_as_values():
@@ -173,4 +192,7 @@ def test_oktopk_cuts_regions_of_equal_parts(size: int, count: int):
 
 def test_topk_dsa_is_ssar_split_allgather_by_another_name():
     """So that what holds for the one, with any number of workers, holds for the other."""
-    assert jsparse.topk_dsa(AXIS, density=0.05).config == jsparse.ssar_split_allgather(AXIS, density=0.05).config
+    assert (
+        jsparse.topk_dsa(AXIS, density=0.05).synchroniser
+        == jsparse.ssar_split_allgather(AXIS, density=0.05).synchroniser
+    )

@@ -47,7 +47,6 @@ ARGUMENTS = [
     (lambda: jsparse.gtopk(AXIS, density=0.1, put_back="all"), "put_back is 'all'"),
     (lambda: jsparse.gtopk(AXIS, density=2.0), "density is 2.0"),
     (lambda: jsparse.dsar_split_allgather(AXIS, density=0.1, group=0), "group is 0"),
-    (lambda: allreduce.SsarSplitAllGather(operator="mean"), "operator is 'mean'"),
     (lambda: jsparse.qsgd(AXIS, levels=0), "levels is 0"),
     (lambda: jsparse.qsgd(AXIS, bucket=0), "bucket is 0"),
     (lambda: quantize.QSGD(scale="mean"), "scale is 'mean'"),
@@ -97,15 +96,10 @@ ARGUMENTS = [
     (lambda: select.StochasticTopK(0.1, "best"), "rule is 'best'"),
     (lambda: select.RandomK(1.5), "density is 1.5"),
     (lambda: select.ChunkedTopK(0.0), "density is 0.0"),
-    (lambda: allreduce.OkTopk(0.0), "density is 0.0"),
-    (lambda: jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce.OkTopk(0.1)), "select"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, select=select.TopK(0.2)), "density is 0.1, and that of.* is 0.2"),
+    (lambda: jsparse.oktopk(AXIS), "density is missing"),
+    (lambda: jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce.OkTopk()), "select"),
     (lambda: jsparse.sparse_allreduce(AXIS, select=select.TopK(0.1), allreduce=allreduce.Dense()), "select"),
-    (
-        lambda: jsparse.sparse_allreduce(
-            AXIS, select=select.TopK(0.1), allreduce=allreduce.SsarRecursiveDoubling(operator="max")
-        ),
-        "gradients are averaged",
-    ),
 ]
 
 
@@ -150,8 +144,8 @@ def test_a_mesh_without_the_axis():
 def test_a_bucket_too_long_for_its_indices():
     params = [jax.ShapeDtypeStruct((2**30,), jnp.bfloat16)] * 2
     with pytest.raises(ValueError, match=r'2147483648 elements in one bucket.*scope="leaf"'):
-        jsparse.oktopk(AXIS, density=0.1).config.plan(params)
-    assert len(jsparse.oktopk(AXIS, density=0.1, scope="leaf").config.plan(params)) == 2
+        jsparse.oktopk(AXIS, density=0.1).synchroniser.space.buckets(jax.tree.leaves(params))
+    assert len(jsparse.oktopk(AXIS, density=0.1, scope="leaf").synchroniser.space.buckets(jax.tree.leaves(params))) == 2
 
 
 def test_a_state_of_other_parameters():

@@ -172,7 +172,7 @@ def test_computing_alone_sends_nothing(form):
 def test_selection_alone():
     """It accumulates and selects, and delivers nothing."""
     tx = jsparse.topk_allgather(Alone(4), density=0.01)
-    selecting = Selecting(tx.config, [jnp.asarray(gradient) for gradient in gradients(N, 0)])
+    selecting = Selecting(tx.synchroniser, [jnp.asarray(gradient) for gradient in gradients(N, 0)])
     for _ in range(2):
         selecting()
     np.testing.assert_allclose(selecting._state[0], sum(gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)

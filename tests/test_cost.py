@@ -11,7 +11,6 @@ import jsparse
 import transports
 from algorithms import DENSITY, ROWS, Row
 from jsparse import cost
-from jsparse._comm.comm import AxisComm
 from jsparse._vector.density import elements_kept
 from transports import AXIS
 
@@ -41,23 +40,6 @@ def test_what_is_sent_is_known_beforehand(row: Row, size: int):
         else:
             traffic = transports.traffic(row, size)
         assert cost.exact(tx, params, tuple(sizes.values()) if row.gpus else size) == (traffic.least, traffic.cost)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_what_an_all_reduce_sends(row: Row):
-    """By itself, without the transform around it."""
-    config, n, size = row.make(transports.axis(row), DENSITY).config, 100_000, row.sizes[-1]
-    for how in getattr(config, "stages", [config]):
-        k = elements_kept(DENSITY, n) if how.allreduce.sparse else n
-
-        def reduce(values, indices, how=how):
-            x = jsparse.SparseVector(values, indices, n) if how.allreduce.sparse else values
-            state = how.allreduce.init(n, size, jnp.float32)
-            return how.allreduce(AxisComm(AXIS), x, state, step=jnp.int32(1), wire=how.wire)
-
-        x = jax.ShapeDtypeStruct((k,), jnp.float32), jax.ShapeDtypeStruct((k,), jnp.int32)
-        traffic = jsparse.traffic(reduce, *x, axis_sizes={AXIS: size})
-        assert how.allreduce.sends(n, k, size, dtype=jnp.float32, wire=how.wire) == (traffic.least, traffic.cost)
 
 
 @pytest.mark.parametrize("name", ["dense", "topk_allgather", "oktopk"])

@@ -46,7 +46,7 @@ def test_it_is_the_papers_algorithm(options):
     for gradient, want in zip(gradients, oracles.dgc(gradients, density=DENSITY, **options), strict=True):
         updates, state = update(transports.tree(gradient), state)
         np.testing.assert_allclose(SIZE * transports.flat(updates, SIZE)[0], want.total, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(state.buckets[0].velocity, want.velocity, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(state.buckets[0].memory.velocity, want.velocity, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(state.buckets[0].residual, want.residual, rtol=1e-4, atol=1e-4)
 
 
@@ -98,17 +98,17 @@ def test_a_bad_step_leaves_the_velocity(options):
     updates, after = update(transports.tree(gradient), state)
     assert np.isnan(transports.flat(updates, SIZE)).all()
     jax.tree.map(np.testing.assert_array_equal, state.buckets, after.buckets)
-    assert any(np.any(bucket.velocity) for bucket in after.buckets)
+    assert any(np.any(bucket.memory.velocity) for bucket in after.buckets)
 
 
 def test_the_velocity_is_placed_with_its_worker():
     mesh = transports.mesh(SIZE)
     tx = optax.chain(jsparse.dgc(AXIS, density=DENSITY), optax.sgd(0.1))
     state = jsparse.init(tx, transports.zeros(), mesh, AXIS)
-    assert state[0].buckets[0].velocity.shape == (SIZE * N,)
+    assert state[0].buckets[0].memory.velocity.shape == (SIZE * N,)
     assert jsparse.residual(state).shape == (SIZE, N)
     ordinary = jsparse.init(jsparse.oktopk(AXIS, density=DENSITY), transports.zeros(), mesh, AXIS)
-    assert ordinary.buckets[0].velocity is None
+    assert not hasattr(ordinary.buckets[0].memory, "velocity")
 
 
 def test_no_more_is_copied_than_without_a_velocity():

@@ -68,19 +68,19 @@ def run(
 
 def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
     """What momentum makes of a gradient."""
-    momentum = row.make(transports.axis(row), DENSITY).config.momentum
+    momentum = getattr(row.make(transports.axis(row), DENSITY).synchroniser.memory, "momentum", None)
     if momentum is None:
         return gradient
     velocity = np.zeros((size, N), np.float32)
     for places, carried in zip(buckets(row), state.buckets, strict=True):
-        velocity[:, places] = np.asarray(carried.velocity).reshape(size, -1)
-    return np.float32(momentum.decay) * velocity + gradient
+        velocity[:, places] = np.asarray(carried.memory.velocity).reshape(size, -1)
+    return np.float32(momentum) * velocity + gradient
 
 
 def buckets(row: Row) -> list[np.ndarray]:
     """Which of the N elements each bucket holds."""
     offsets = list(itertools.accumulate((math.prod(s) for s in transports.SHAPES.values()), initial=0))
-    plan = row.make(transports.axis(row), DENSITY).config.plan(transports.zeros())
+    plan = row.make(transports.axis(row), DENSITY).synchroniser.space.buckets(jax.tree.leaves(transports.zeros()))
     return [np.concatenate([np.arange(offsets[leaf], offsets[leaf + 1]) for leaf in bucket.ids]) for bucket in plan]
 
 
@@ -117,12 +117,12 @@ def expected(row: Row, step: Step) -> oracles.Expected | None:
         return None
     arguments = dict(row.oracle_args)
     if row.oracle is oracles.oktopk:
-        arguments["starts"] = np.asarray(step.before.buckets[0].reduce.starts)[0]
-        arguments["threshold"] = np.asarray(step.after.buckets[0].reduce.threshold)[0, 0]
+        arguments["starts"] = np.asarray(step.before.buckets[0].reducer.reduce.starts)[0]
+        arguments["threshold"] = np.asarray(step.after.buckets[0].reducer.reduce.threshold)[0, 0]
     if row.gpus:
         arguments["gpus"] = row.gpus[len(step.acc)]
     if row.oracle is oracles.gaussiank:
-        arguments["threshold"] = np.asarray(step.after.buckets[0].select.threshold)[:, 0]
+        arguments["threshold"] = np.asarray(step.after.buckets[0].reducer.select.threshold)[:, 0]
     if row.oracle is oracles.hitopk_ms:
         arguments["delivered"] = step.acc - step.residual
     return row.oracle(step.acc, density=DENSITY, step=step.number, **arguments)
@@ -263,9 +263,9 @@ def test_nothing_is_lost_when_the_number_of_workers_changes(row: Row, size: int)
     had, have = (residual(row, *pair).sum(0, dtype=np.float64) for pair in ((before, old), (after, size)))
     np.testing.assert_array_equal(have / size, had / old)
     assert not row.sparse or had.any()
-    for velocity, given in ((a.velocity, b.velocity) for a, b in zip(after.buckets, before.buckets, strict=True)):
-        if given is not None:
-            np.testing.assert_array_equal(velocity.sum(0) / size, np.asarray(given).sum(0) / old)
+    for bucket, given in zip(after.buckets, before.buckets, strict=True):
+        for vector, whole in zip(jax.tree.leaves(bucket.memory), jax.tree.leaves(given.memory), strict=True):
+            np.testing.assert_array_equal(vector.sum(0) / size, np.asarray(whole).sum(0) / old)
     gradients = [row.scale * gradient for gradient in scenarios.take("ordinary", size, 2)]
     for step in run(row, size, gradients, state=after, start=start):
         assert_nothing_lost(row, step)
@@ -276,14 +276,13 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
     nodes = size // row.gpus[size] if row.gpus else size
 
     def vector(given, n):
-        if given is None:
-            return None
         whole = np.zeros((nodes, given.size // nodes), np.float32)
         whole[:, :n] = rng.integers(-50, 51, (nodes, n)) * (rng.random((nodes, n)) < 0.7) * size * row.scale
         return whole.reshape(given.shape)
 
     for places, of in zip(buckets(row), state.buckets, strict=True):
-        yield of._replace(residual=vector(of.residual, len(places)), velocity=vector(of.velocity, len(places)))
+        n = len(places)
+        yield of._replace(memory=jax.tree.map(lambda leaf, n=n: vector(leaf, n), of.memory))
 
 
 TRANSPORTS = [("shard_map", 3), ("shard_map", 8), ("shard_map unchecked", 3), ("pmap", 3)]

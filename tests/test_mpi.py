@@ -43,9 +43,10 @@ def sizes(row: Row) -> tuple[int, ...]:
 
 def communication(row: Row) -> str:
     """What its messages depend on."""
-    config = row.make(transports.axis(row), DENSITY).config
-    stages = getattr(config, "stages", (config,))
-    return repr([(s.allreduce, type(s.wire), s.scope, s.dense_below, s.bucket_bytes, s.levels) for s in stages])
+    synchroniser = row.make(transports.axis(row), DENSITY).synchroniser
+    stages = [stage for stage in getattr(synchroniser, "stages", (synchroniser,)) if hasattr(stage, "reducer")]
+    parts = [(getattr(s.reducer, "allreduce", s.reducer), type(getattr(s.reducer, "wire", None))) for s in stages]
+    return repr([synchroniser.levels, *parts, *(stage.space for stage in stages)])
 
 
 def cases():

@@ -46,4 +46,4 @@ def test_a_non_finite_gradient_is_not_kept():
 def test_what_waits_is_placed_with_its_worker():
     mesh = transports.mesh(SIZE)
     state = jsparse.init(jsparse.parameter_server(transports.AXIS, staleness=2), transports.zeros(), mesh, "workers")
-    assert [waiting.shape for waiting in state.buckets[0].reduce.waiting] == [(SIZE * transports.N,)] * 2
+    assert [waiting.shape for waiting in state.buckets[0].reducer.waiting] == [(SIZE * transports.N,)] * 2

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.xdist_group(f"phases-{SIZE}")
 @functools.cache
 def row(name: str) -> Row:
     found = Row(name, lambda comm, density: in_phases(*RUNS[name]))
-    config = found.make(AXIS, DENSITY).config
-    same = [row for row in ROWS if row.gpus is None and row.make(AXIS, DENSITY).config == config]
+    config = found.make(AXIS, DENSITY).synchroniser
+    same = [row for row in ROWS if row.gpus is None and row.make(AXIS, DENSITY).synchroniser == config]
     return same[0] if same else found
 
 
@@ -53,7 +53,7 @@ def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
     """A phase's transformation by itself, as it begins: with the residual and the velocity of the run."""
     fresh = jax.jit(jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS))(jnp.arange(SIZE))
     own = like.buckets[0]
-    bucket = fresh.buckets[0]._replace(residual=own.residual, velocity=own.velocity)
+    bucket = fresh.buckets[0]._replace(memory=own.memory)
     return fresh._replace(buckets=(bucket,)), jax.jit(jax.vmap(tx.update, axis_name=AXIS))
 
 
@@ -67,13 +67,13 @@ def test_each_phase_is_as_by_itself(name: str):
         gradient = SCALE * gradient
         before, phase = state, number // STEPS
         stage = stages[phase]
-        is_dense = not stage.config.allreduce.sparse
+        is_dense = not stage.synchroniser.reducer.sparse
         grads = transports.tree(gradient)
         updates, state = update(grads, before)
         own, own_before = state.buckets[0], before.buckets[0]
         pushed = gradient
-        if own.velocity is not None:
-            pushed = 0.5 * np.asarray(own_before.velocity) + pushed
+        if hasattr(own.memory, "velocity"):
+            pushed = 0.5 * np.asarray(own_before.memory.velocity) + pushed
         acc = (np.asarray(own_before.residual, np.float64) + pushed).sum(0)
         total = np.round(SIZE * transports.flat(updates, SIZE)[0].astype(np.float64))
         np.testing.assert_array_equal(acc, np.asarray(own.residual, np.float64).sum(0) + total)
@@ -87,12 +87,9 @@ def test_each_phase_is_as_by_itself(name: str):
         expected, by_itself = run(grads, by_itself)
         jax.tree.map(np.testing.assert_array_equal, updates, expected)
         np.testing.assert_array_equal(own.residual, by_itself.buckets[0].residual)
-        jax.tree.map(np.testing.assert_array_equal, own.select.states[phase], by_itself.buckets[0].select)
-        jax.tree.map(np.testing.assert_array_equal, own.reduce.states[phase], by_itself.buckets[0].reduce)
+        jax.tree.map(np.testing.assert_array_equal, own.reducer[phase], by_itself.buckets[0].reducer)
         # What is told of the phase that ran; the opening exchange counted once.
         jax.tree.map(np.testing.assert_array_equal, state.report, by_itself.report)
-        np.testing.assert_array_equal(own.select.selected, by_itself.buckets[0].select.selected)
-        np.testing.assert_array_equal(own.select.threshold, by_itself.buckets[0].select.threshold)
     assert update._cache_size() == 1
 
 
@@ -143,7 +140,7 @@ def test_one_phase_runs_not_all():
     assert (opening.name, opening.payload) == ("pmax", "int32[2]")
     for branch, stage in zip(choice.branches, tx, strict=True):
         own = jsparse.traffic(lambda g, s=stage: s.update(g, s.init(g)), transports.zeros(), axis_sizes={AXIS: SIZE})
-        exchanges = opening.cost if stage.config.allreduce.sparse else type(opening.cost)()
+        exchanges = opening.cost if stage.synchroniser.reducer.sparse else type(opening.cost)()
         assert (branch.cost + exchanges, branch.least + exchanges) == (own.cost, own.least)
     grads = transports.tree(np.zeros((SIZE, N), np.float32))
     jaxpr = jax.make_jaxpr(jax.vmap(in_phases(*tx).update, axis_name=AXIS))(grads, state)

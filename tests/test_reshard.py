@@ -127,17 +127,17 @@ def test_a_move_to_as_many_workers_changes_no_bit():
 @pytest.mark.parametrize(("old", "new"), [((2, 4), (4, 2)), ((4, 2), (3, 2)), ((2, 3), (1, 4)), ((1, 1), (2, 4))])
 def test_nodes_and_workers_in_them_may_both_change(old, new):
     rng, (m, g), size = np.random.default_rng(0), old, new[0] * new[1]
-    tx = jsparse.hitopk(*LEVELS, density=0.05, allreduce=jsparse.allreduce.OkTopk(0.05))
+    tx = jsparse.hitopk(*LEVELS, density=0.05, allreduce=jsparse.allreduce.OkTopk())
     state = jax.tree.map(np.asarray, jsparse.init(tx, PARAMS, nodes(m, g), LEVELS))
     whole = np.zeros((m, g * -(-WIDTH // g)), np.float32)
     whole[:, :WIDTH] = rng.integers(-50, 51, (m, WIDTH)) * m * g
-    bucket = state.buckets[0]._replace(residual=whole.reshape(-1))
+    bucket = state.buckets[0]._replace(memory=state.buckets[0].memory._replace(residual=whole.reshape(-1)))
     moved = jsparse.reshard(tx, state._replace(buckets=(bucket,)), PARAMS, nodes(*new), LEVELS)
     residual = np.asarray(jsparse.residual(moved), np.float64).reshape(new[0], -1)
     np.testing.assert_array_equal(residual.sum(0)[:WIDTH] / size, whole.sum(0)[:WIDTH] / (m * g))
     assert not residual[:, WIDTH:].any()
     # Where the shards are others, regions begin anew; else they were even before, to one index.
-    shard, starts = -(-WIDTH // new[1]), np.asarray(moved.buckets[0].reduce.starts).reshape(size, -1)
+    shard, starts = -(-WIDTH // new[1]), np.asarray(moved.buckets[0].reducer.reduce.starts).reshape(size, -1)
     np.testing.assert_allclose(starts, np.tile(np.arange(new[0]) * shard // new[0], (size, 1)), atol=new[1] == g)
 
 
@@ -147,9 +147,10 @@ def test_regions_hold_equal_parts():
     tx = jsparse.oktopk(AXIS, density=0.05)
     state, starts = jsparse.init(tx, PARAMS, mesh(8), AXIS), np.arange(8, dtype=np.int32) ** 2
     bucket = state.buckets[0]
-    bucket = bucket._replace(reduce=bucket.reduce._replace(starts=np.tile(starts, 8)))
+    reduce = bucket.reducer.reduce._replace(starts=np.tile(starts, 8))
+    bucket = bucket._replace(reducer=bucket.reducer._replace(reduce=reduce))
     moved = jsparse.reshard(tx, state._replace(buckets=(bucket,)), PARAMS, mesh(4), AXIS)
-    regions = np.asarray(moved.buckets[0].reduce.starts)
+    regions = np.asarray(moved.buckets[0].reducer.reduce.starts)
     assert regions.dtype == np.int32
     np.testing.assert_array_equal(regions, np.tile(starts[::2], 4))
 
@@ -295,14 +296,13 @@ def test_axes_and_nodes_that_do_not_fit_are_refused():
     state = jsparse.init(tx, PARAMS, nodes(2, 2), LEVELS)
     with pytest.raises(ValueError, match="the axes between nodes first"):
         jsparse.reshard(tx, state, PARAMS, nodes(2, 4), LEVELS[::-1])
-    with pytest.raises(ValueError, match="nodes of 4"):
-        jsparse.reshard(tx, state, PARAMS, nodes(2, 4), LEVELS, gpus=4)
-    jsparse.reshard(tx, state, PARAMS, nodes(2, 4), LEVELS, gpus=2)
-    # So short that of 12 workers a shard is as long in nodes of three as of four, and nothing tells which.
+    jsparse.reshard(tx, state, PARAMS, nodes(2, 4), LEVELS)
+    # So short that of 12 workers a shard is as long in nodes of three as of four: the state says which they were.
     params = np.zeros(5, np.float32)
-    state = jsparse.init(tx, params, nodes(1, 3), LEVELS)
-    state = jax.tree.map(lambda x: np.tile(np.asarray(x), 4), state)
-    with pytest.raises(ValueError, match=r"\[3, 4\]: say how many by gpus=\.\.\."):
-        jsparse.reshard(tx, state, params, nodes(2, 2), LEVELS)
-    moved = jsparse.reshard(tx, state, params, nodes(2, 2), LEVELS, gpus=3)
-    assert moved.buckets[0].residual.shape == (12,)
+    for gpus in (3, 4):
+        one = jsparse.init(tx, params, nodes(1, gpus), LEVELS)
+        state = jax.tree.map(lambda x, gpus=gpus: np.tile(np.asarray(x), 12 // gpus), one)
+        state = state._replace(sizes=np.tile(np.array([12 // gpus, gpus], np.int32), 12))
+        moved = jsparse.reshard(tx, state, params, nodes(2, 2), LEVELS)
+        assert moved.buckets[0].residual.shape == (12,)
+        assert np.asarray(moved.sizes).reshape(4, 2).tolist() == [[2, 2]] * 4

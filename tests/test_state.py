@@ -183,7 +183,7 @@ def test_a_transform_survives_copying():
     tx = jsparse.oktopk(AXIS, density=0.1)
     for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, tx), tx._replace(update=tx.update)):
         assert isinstance(copied, jsparse.SparseAllReduce)
-        assert copied.config == tx.config
+        assert copied.synchroniser == tx.synchroniser
         jsparse.init(copied, transports.zeros(), transports.mesh(2), AXIS)
 
 

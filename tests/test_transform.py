@@ -69,7 +69,7 @@ def test_mixed_types(name: str, x64: bool):
                 assert (updates[leaf] == updates[leaf][:1]).all()
                 sent[leaf] += np.asarray(grads[leaf], np.float64).sum(0)
                 delivered[leaf] += SIZE * np.asarray(updates[leaf][0], np.float64)
-        plan = tx.config.plan(params)
+        plan = tx.synchroniser.space.buckets(jax.tree.leaves(params))
         # What has not been delivered is in the residual: exactly, in these small integers; but for the rounding of
         # updates to the leaf's own type.
         for bucket, carried in zip(plan, state.buckets, strict=True):
@@ -89,7 +89,7 @@ def test_buckets_hold_what_they_should():
     tree = [np.zeros(size, np.float32) for size in (100, 5, 0, 200, 300)]
 
     def ids(tx):
-        return [(bucket.ids, bucket.dense) for bucket in tx.config.plan(tree)]
+        return [(bucket.ids, bucket.dense) for bucket in tx.synchroniser.space.buckets(jax.tree.leaves(tree))]
 
     assert ids(jsparse.oktopk(AXIS, density=0.1)) == [((0, 1, 3, 4), False)]
     assert ids(jsparse.oktopk(AXIS, density=0.1, scope="leaf")) == [((i,), False) for i in (0, 1, 3, 4)]

@@ -112,7 +112,7 @@ def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     assert {key: content[key] for key in best["file"]} == best["file"]
     assert content["options"]["wire"] == {"wire.Compact": {"values": {"quantize.BFloat16": {}}}}
     tx = jsparse.from_file(path, ("nodes", "gpus"))
-    assert tx.config.wire == wire.Compact(quantize.BFloat16())
+    assert tx.synchroniser.reducer.wire == wire.Compact(quantize.BFloat16())
 
 
 def test_a_fast_network(network, tmp_path, capsys):
@@ -216,7 +216,7 @@ def test_every_preset_goes_through_a_file(name: str, tmp_path):
     _files.write(path, _files.describe(name, **options))
     tx = jsparse.from_file(path, axes if len(axes) > 1 else "data")
     assert type(tx) is type(preset(*axes, **options))
-    assert tx.config == preset(*axes, **options).config
+    assert tx.synchroniser == preset(*axes, **options).synchroniser
 
 
 @pytest.mark.parametrize("name", cost.ALGORITHMS)
@@ -234,8 +234,8 @@ def test_everything_that_can_be_recommended_goes_through_a_file(name: str, tmp_p
         candidate = tune.Candidate(name, found[0], found[1] | layout)
         _files.write(path, candidate.content() | {"tune": {"anything": 1}})
         tx = jsparse.from_file(path, ("nodes", "gpus"))
-        assert getattr(tx.config, "wire", wire.Full()) == layout.get("wire", wire.Full())
-        assert tx.config == _files.build(candidate.content(), ("nodes", "gpus")).config
+        assert getattr(tx.synchroniser.reducer, "wire", wire.Full()) == layout.get("wire", wire.Full())
+        assert tx.synchroniser == _files.build(candidate.content(), ("nodes", "gpus")).synchroniser
 
 
 @pytest.mark.parametrize(

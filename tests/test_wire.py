@@ -11,6 +11,7 @@ import jsparse
 from jsparse import quantize
 from jsparse.wire import Compact, Full
 
+STEP = jnp.int32(0)
 LOSSLESS = [Full(), Compact()]
 WIRES = [*LOSSLESS, Compact(quantize.BFloat16()), Compact(quantize.Codebook(4)), Compact(quantize.QSGD(7, 64))]
 # Bytes of a value and, for Full, an index, for float32; and of scales or codebooks in a message of 1,000.
@@ -33,7 +34,7 @@ def test_lossless(wire, dtype):
     with jax.enable_x64(dtype == np.float64):
         values = jnp.array([[np.pi, -0.0, 1e-30, 3.0], [np.inf, np.nan, 2.0, 0.0]], dtype)
         x = jsparse.SparseVector(values, jnp.array([[0, 2, 7, 8], [1, 2, 3, 9]], jnp.int32), 9)
-        message = wire.encode(x)
+        message = wire.encode(x, STEP)
         assert message.dtype == jnp.int32
         assert message.shape == (2, wire.words(4, 9, dtype))
         got = wire.decode(message, 4, 9, dtype)
@@ -59,7 +60,7 @@ def test_indices_come_back(members, number: int):
 
 @jax.jit
 def _coded(x):
-    return [wire.decode(wire.encode(x), x.capacity, x.n, x.values.dtype) for wire in WIRES]
+    return [wire.decode(wire.encode(x, STEP), x.capacity, x.n, x.values.dtype) for wire in WIRES]
 
 
 def coded(number: int, x: jsparse.SparseVector) -> jsparse.SparseVector:
@@ -80,7 +81,7 @@ def coded(number: int, x: jsparse.SparseVector) -> jsparse.SparseVector:
 )
 def test_any_density(indices, capacity: int, n: int):
     x = run(indices, n, capacity)
-    got = jax.jit(lambda x: Compact().decode(Compact().encode(x), capacity, n, np.float32))(x)
+    got = jax.jit(lambda x: Compact().decode(Compact().encode(x, STEP), capacity, n, np.float32))(x)
     np.testing.assert_array_equal(got.indices, x.indices)
     np.testing.assert_array_equal(got.values, x.values)
 
@@ -104,7 +105,7 @@ def test_bytes(number: int):
     indices = INDICES if number else 0
     assert 0 <= 4 * wire.words(1000, 300_000, np.float32) - 1000 * each - others - indices <= 8
     x = run(np.arange(1000) * 299, 300_000, 1000)
-    assert wire.encode(x).shape == (wire.words(1000, 300_000, np.float32),)
+    assert wire.encode(x, STEP).shape == (wire.words(1000, 300_000, np.float32),)
 
 
 def test_equal_runs_are_laid_out_alike_and_steps_differ():

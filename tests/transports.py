@@ -70,7 +70,9 @@ def flat(leaves: dict[str, Any], size: int) -> np.ndarray:
 
 
 def bucket_lengths(row: Row) -> list[int]:
-    return [bucket.layout.n for bucket in row.make(axis(row), DENSITY).config.plan(zeros())]
+    return [
+        bucket.layout.n for bucket in row.make(axis(row), DENSITY).synchroniser.space.buckets(jax.tree.leaves(zeros()))
+    ]
 
 
 @functools.cache

@@ -1,7 +1,6 @@
-"""What is sent: the cost of each collective, and a Comm that keeps account of it."""
+"""A Comm that counts what is sent through it."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -10,72 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .comm import Comm
+from .cost import collective_cost
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Cost:
-    """What one worker sends: bytes and messages. Compared by bytes first.
-
-    >>> Cost(8, 1) + Cost(4, 2)
-    Cost(bytes=12, messages=3)
-    """
-
-    bytes: int = 0
-    messages: int = 0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.bytes + other.bytes, self.messages + other.messages)
-
-    def __mul__(self, times: int) -> "Cost":
-        return Cost(self.bytes * times, self.messages * times)
-
-
-def collective_cost(name: str, payload: int, size: int) -> Cost:
-    """What a worker sends in one collective: bandwidth-optimal in bytes, in the papers' number of messages.
-
-    Args:
-      name: as in ``jax.lax``.
-      payload: bytes of the worker's operand.
-      size: P.
-
-    Raises:
-      NotImplementedError: the collective is not in the table.
-    """
-    rounds = (size - 1).bit_length()
-    match name:
-        case "psum" | "pmax" | "pmin":
-            return Cost(-(-2 * payload * (size - 1) // size), 2 * rounds)
-        case "all_gather":
-            return Cost(payload * (size - 1), rounds)
-        case "all_to_all":
-            return Cost(-(-payload * (size - 1) // size), size - 1)
-        case "psum_scatter":
-            return Cost(-(-payload * (size - 1) // size), rounds)
-        case "ppermute":
-            return Cost(payload, 1)
-    raise NotImplementedError(f"the cost of {name!r} is not known; add it to collective_cost")
-
-
-def in_turn(*parts: Cost | tuple[Cost, Cost]) -> tuple[Cost, Cost]:
-    """What is sent at least and at most by parts that all run, each a cost or a least and a most.
-
-    >>> in_turn(Cost(8, 1), (Cost(0, 0), Cost(4, 2)))
-    (Cost(bytes=8, messages=1), Cost(bytes=12, messages=3))
-    """
-    ranges = [(part, part) if isinstance(part, Cost) else part for part in parts]
-    return sum((least for least, _ in ranges), Cost()), sum((most for _, most in ranges), Cost())
-
-
-def one_of(*branches: Cost | tuple[Cost, Cost]) -> tuple[Cost, Cost]:
-    """What is sent at least and at most by branches of which one runs.
-
-    >>> one_of(Cost(8, 1), (Cost(0, 0), Cost(4, 2)))
-    (Cost(bytes=0, messages=0), Cost(bytes=8, messages=1))
-    """
-    ranges = [in_turn(branch) for branch in branches]
-    return min(least for least, _ in ranges), max(most for _, most in ranges)
 
 
 class Metered:

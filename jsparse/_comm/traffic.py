@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from .metered import Cost, collective_cost
+from .cost import Cost, collective_cost
 from .mpi import mpi_collective
 
 # JAX's primitives, by the names of their functions in jax.lax.

@@ -1,96 +1,84 @@
 """A2SGD: workers keep their own gradients, and average two means of them."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.typing import DTypeLike
 
 from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, Metered, collective_cost
+from .._comm.metered import Metered
 from .._vector.layout import Layout
-from .config import check_floats
-from .synchronise import Report, SparseAllReduceState, check_local, varying_over
+from .state import SparseAllReduceState
+from .synchroniser import Means, begin, check_floats, check_local, varying_over, write_report
 
-# Elements summed one after the other: what bounds the rounding error, and keeps masks out of memory.
+# Elements added up one after the other: it bounds the rounding error, and keeps masks out of memory.
 ROW = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class MeansConfig:
-    """Which means are averaged: the arguments of :func:`a2sgd`."""
+class TwoMeans:
+    """The synchroniser of :func:`jsparse.a2sgd`: its updates differ between workers.
+
+    Attributes:
+      comm: the workers.
+      per_leaf: whether every leaf has two means of its own.
+    """
 
     comm: Comm
     per_leaf: bool = False
 
-    def groups(self, tree: Any) -> list[list[int]]:
-        """The leaves that have their two means in common; those without elements have none."""
-        ids = [i for i, leaf in enumerate(jax.tree.leaves(tree)) if leaf.size]
-        return [[i] for i in ids] if self.per_leaf or not ids else [ids]
-
-    def sends(self, params: Any, size: int) -> Cost:
-        """What a worker sends in a step."""
-        check_floats(params)
-        means, width = 2 * len(self.groups(params)), Layout.of(jax.tree.leaves(params)).dtype.itemsize
-        return collective_cost("psum", means * width, size) if means else Cost()
-
-
-class A2SGD(optax.GradientTransformationExtraArgs):
-    """The gradient transformation of :func:`a2sgd`, which can be asked how it averages."""
-
-    @staticmethod
-    def of(config: MeansConfig) -> "A2SGD":
-        """The transformation of a configuration."""
-        init: Any = functools.partial(_init, config)
-        update: Any = functools.partial(_update, config)
-        return A2SGD(init, update)
+    @property
+    def levels(self) -> tuple[Comm, ...]:
+        return (self.comm,)
 
     @property
-    def config(self) -> MeansConfig:
-        """Its configuration."""
-        return self.init.args[0]  # type: ignore[attr-defined]
+    def agree_over(self) -> tuple[Comm, ...]:
+        return ()
 
+    @property
+    def alike(self) -> bool:
+        return False
 
-def _init(config: MeansConfig, params: optax.Params) -> SparseAllReduceState:
-    comm = Metered(config.comm)
-    check_floats(params)
-    none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    return varying_over([comm], SparseAllReduceState(none, (), Report(none, none, none, zero, zero)))
+    def over(self, *comms: Comm) -> "TwoMeans":
+        return dataclasses.replace(self, comm=comms[0])
 
+    def init(self, params: Any) -> SparseAllReduceState:
+        check_floats(params)
+        return begin(self, (), jnp.float32)
 
-def _update(
-    config: MeansConfig,
-    updates: optax.Updates,
-    state: SparseAllReduceState,
-    params: optax.Params | None = None,
-    **extra_args,
-) -> tuple[optax.Updates, SparseAllReduceState]:
-    """Algorithm 1, lines 3 to 7."""
-    del params, extra_args
-    check_floats(updates)
-    comm = Metered(config.comm)
-    check_local([comm], updates)
-    leaves, treedef = jax.tree.flatten(updates)
-    layout, groups, bad = Layout.of(leaves), config.groups(updates), jnp.array(False)
-    if groups:
-        own = jnp.stack([_means([leaves[i] for i in ids], layout.dtype) for ids in groups])
-        shared = comm.psum(own.reshape(-1)).reshape(-1, 2) / comm.size
-        bad = ~jnp.all(jnp.isfinite(shared))
-        for ids, mine, (plus, minus) in zip(groups, own, shared - own, strict=True):
-            for i in ids:
-                leaves[i] = jnp.where(bad, jnp.nan, _corrected(leaves[i], mine, plus, minus))
-    everything = jnp.where(bad, 0, min(layout.n, jnp.iinfo(jnp.int32).max))
-    report = Report(jnp.int32(0), everything, everything, comm.words, comm.messages)
-    report = jax.tree.map(lambda new, old: new.astype(old.dtype)[None], report, state.report)
-    after = SparseAllReduceState(state.step + jnp.where(bad, 0, 1), (), report)
-    return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
+    def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
+        raise ValueError("a2sgd's updates differ between workers, and are as long as the gradient: use tx.update")
+
+    def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
+        """Algorithm 1, lines 3 to 7."""
+        check_floats(grads)
+        comm = Metered(self.comm)
+        check_local([comm], grads)
+        leaves, treedef = jax.tree.flatten(grads)
+        layout, groups, bad = Layout.of(leaves), self._groups(leaves), jnp.array(False)
+        if groups:
+            own = jnp.stack([_means([leaves[i] for i in ids], layout.dtype) for ids in groups])
+            shared = comm.psum(own.reshape(-1)).reshape(-1, 2) / comm.size
+            bad = ~jnp.all(jnp.isfinite(shared))
+            for ids, mine, (plus, minus) in zip(groups, own, shared - own, strict=True):
+                for i in ids:
+                    leaves[i] = jnp.where(bad, jnp.nan, _corrected(leaves[i], mine, plus, minus))
+        everything = jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max))
+        report = write_report(state.report, (), everything, bad, comm.words, comm.messages)
+        report = report._replace(delivered=report.updated)
+        after = state._replace(step=state.step + jnp.where(bad, 0, 1), report=report)
+        return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
+
+    def _groups(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
+        """The leaves that have their two means in common; leaves without elements have none."""
+        ids = [i for i, leaf in enumerate(leaves) if leaf.size]
+        return [[i] for i in ids] if self.per_leaf or not ids else [ids]
 
 
 def _means(leaves: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:

@@ -1,33 +1,193 @@
-"""Error feedback: what was not delivered is kept and added to the next gradient.
+"""Memories: what a worker keeps from step to step of what it has not yet delivered.
 
-One rule for every algorithm: ``residual' = acc - delivered`` with ``acc = residual + gradient``. Local top-k, global
-top-k, a full buffer, a rounded value: whatever the reason that something did not arrive, it is still in ``acc``.
+Error feedback is one rule for every algorithm: ``residual' = acc - delivered``, where
+``acc = residual + gradient``. An element may stay behind for many reasons: it was not selected, a
+buffer was full, a value was rounded. Whatever the reason, it is still in ``acc``.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from .._comm.comm import Comm
+from kernels_pallas import varying_as
+
 from .._vector.layout import Layout
+from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
+from .mean import Quotient
+
+
+class Memory(Protocol):
+    """What a worker keeps for one vector: a frozen dataclass.
+
+    Its state is a NamedTuple of arrays. Those of the vector's length have shape ``(n,)``; it has a
+    ``residual``: what was accumulated and not delivered, or None. In a step with ``keep`` false
+    nothing is delivered, and a memory leaves all its state as it was.
+
+    Attributes:
+      feeds_back: whether what was not delivered is kept.
+    """
+
+    @property
+    def feeds_back(self) -> bool: ...
+
+    def init(self, n: int, dtype: DTypeLike) -> Any:
+        """The state before the first step, for a vector of length ``n``."""
+        ...
+
+    def limit(self, dtype: DTypeLike, size: int) -> float:
+        """The magnitude to which a vector is clipped, so that ``size`` workers have a finite sum."""
+        ...
+
+    def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
+        """What is made of a worker's gradients before they become vectors, such as clipping.
+
+        Args:
+          leaves: all gradients.
+          size: the number of workers.
+        """
+        ...
+
+    def accumulate(
+        self, state: Any, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+    ) -> tuple[Pending, Any]:
+        """The vector to send, and the state; arrays of the state that the vector replaces may be None in it.
+
+        Args:
+          state: from ``init`` or from the step before.
+          layout: where the parts stand in the vector.
+          parts: this step's gradient.
+          keep: bool scalar: whether the step counts.
+          size: how many workers sum the vector.
+        """
+        ...
+
+    def retain(
+        self,
+        state: Any,
+        acc: jax.Array,
+        *,
+        sent: SparseVector | jax.Array,
+        delivered: SparseVector | jax.Array,
+        total: SparseVector | jax.Array,
+        mean: Quotient,
+        keep: jax.Array,
+        size: int,
+    ) -> tuple[Any, Quotient]:
+        """The state after a step, and what its update is made of.
+
+        Args:
+          state: from :meth:`accumulate`.
+          acc: the vector, shape ``(n,)``.
+          sent: what of it was sent.
+          delivered: this worker's share of the sum.
+          total: the sum of what the workers delivered.
+          mean: the mean that is made of it.
+          keep, size: as in :meth:`accumulate`.
+        """
+        ...
+
+    def for_dense(self) -> "Memory":
+        """The memory of a vector that always goes densely and as it is."""
+        ...
+
+    def in_dense_phase(self, flush: bool) -> "Memory":
+        """A memory with the same state for a phase that delivers everything.
+
+        Args:
+          flush: whether the phase delivers what was kept; otherwise it leaves that aside.
+        """
+        ...
+
+
+class Forgotten(NamedTuple):
+    """The state of a memory that keeps nothing."""
+
+    @property
+    def residual(self) -> None:
+        return None
+
+
+class Residual(NamedTuple):
+    """The state of error feedback.
+
+    Attributes:
+      residual: shape ``(n,)``: what was accumulated and not yet delivered.
+    """
+
+    residual: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorFeedback:
+class NoMemory:
+    """Keeps nothing: what is not delivered is lost."""
+
+    @property
+    def feeds_back(self) -> bool:
+        return False
+
+    def init(self, n: int, dtype: DTypeLike) -> Any:
+        return Forgotten()
+
+    def limit(self, dtype: DTypeLike, size: int) -> float:
+        return math.inf
+
+    def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
+        return leaves
+
+    def accumulate(
+        self, state: Any, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+    ) -> tuple[Pending, Any]:
+        return Pending(None, parts, keep, layout), state
+
+    def retain(
+        self,
+        state: Any,
+        acc: jax.Array,
+        *,
+        sent: SparseVector | jax.Array,
+        delivered: SparseVector | jax.Array,
+        total: SparseVector | jax.Array,
+        mean: Quotient,
+        keep: jax.Array,
+        size: int,
+    ) -> tuple[Any, Quotient]:
+        return state, mean
+
+    def for_dense(self) -> "NoMemory":
+        return NoMemory()
+
+    def in_dense_phase(self, flush: bool) -> "NoMemory":
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftAside(NoMemory):
+    """Leaves a residual as it is, neither adding to it nor delivering it."""
+
+    def init(self, n: int, dtype: DTypeLike) -> Residual:
+        return Residual(jnp.zeros(n, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback(NoMemory):
     """How a worker keeps what was not delivered: ``residual' = decay * (acc - subtracted)``.
 
     The default loses nothing and is what the papers do. ``error_feedback=True`` stands for it.
 
     Attributes:
-      decay: what a step leaves of the residual, above 0 and at most 1. Below 1 gradient mass is lost on purpose, the
-        older the more; and a step takes one more pass over n elements.
-      subtract: ``"local"``: what this worker itself delivered: k elements change, in place. ``"mean"``: the update,
-        ``total / P``, as one PowerSGD code does. Summed over workers both are the same, so that both lose nothing, the
-        mean but to rounding; it makes the workers' residuals more alike, and changes them at every element of the sum.
+      decay: the factor by which a step multiplies the residual, above 0 and at most 1. Below 1,
+        gradient mass is lost on purpose: the older it is, the more. It takes one more pass over n
+        elements in a step.
+      subtract: ``"local"``: what this worker itself delivered. It changes k elements, in place.
+        ``"mean"``: the update, ``total / P``, as one PowerSGD code does. Both have the same sum over
+        workers, so both lose nothing, the mean to rounding. The mean makes the workers' residuals more
+        alike, and changes them at every element of the sum.
 
     >>> tx = jsparse.sparse_allreduce(
     ...     "data", select=jsparse.select.TopK(0.01), allreduce=jsparse.allreduce.TopkAllGather(),
@@ -41,46 +201,57 @@ class ErrorFeedback:
     def __post_init__(self):
         if not 0 < self.decay <= 1:
             raise ValueError(
-                f"decay is {self.decay}; it is what a step leaves of the residual, above 0 and at most 1: to keep "
-                "nothing pass error_feedback=False"
+                f"decay is {self.decay}; it is the factor by which a step multiplies the residual, above 0 and at "
+                "most 1: to keep nothing pass error_feedback=False"
             )
         if self.subtract not in ("local", "mean"):
             raise ValueError(f'subtract is {self.subtract!r}; choose "local" or "mean"')
 
+    @property
+    def feeds_back(self) -> bool:
+        return True
+
+    def init(self, n: int, dtype: DTypeLike) -> Residual:
+        return Residual(jnp.zeros(n, dtype))
+
+    def limit(self, dtype: DTypeLike, size: int) -> float:
+        """The largest float over the number of workers.
+
+        A sum of finite gradients that became infinite would stay in the residual for ever.
+        """
+        return largest_addend(dtype, size)
+
+    def accumulate(
+        self, state: Residual, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+    ) -> tuple[Pending, Any]:
+        residual = state.residual
+        return Pending(residual, parts, keep, layout, self.limit(residual.dtype, size)), None
+
     def retain(
         self,
-        comm: Comm,
+        state: Any,
         acc: jax.Array,
+        *,
+        sent: SparseVector | jax.Array,
         delivered: SparseVector | jax.Array,
         total: SparseVector | jax.Array,
+        mean: Quotient,
         keep: jax.Array,
-    ) -> jax.Array:
-        """The new residual; where not ``keep``, of a step that delivered nothing, ``acc`` as it is."""
+        size: int,
+    ) -> tuple[Residual, Quotient]:
         if self.subtract == "mean":
-            mean = (
-                total / comm.size
-                if isinstance(total, jax.Array)
-                else dataclasses.replace(total, values=total.values / comm.size)
-            )
-            delivered = comm.varying(mean)
+            delivered = Quotient(total, size).value()
         residual = _subtract(acc, delivered)
-        return residual if self.decay == 1 else residual * jnp.where(keep, self.decay, 1).astype(acc.dtype)
+        if self.decay < 1:
+            residual = residual * jnp.where(keep, self.decay, 1).astype(acc.dtype)
+        return Residual(residual), mean
+
+    def in_dense_phase(self, flush: bool) -> Memory:
+        # A dense phase leaves nothing over that could decay or be averaged.
+        return ErrorFeedback() if flush else LeftAside()
 
 
-def accumulate(
-    layout: Layout, residual: jax.Array | None, leaves: Sequence[jax.Array], keep: jax.Array, size: int
-) -> jax.Array:
-    """``acc``: the residual plus the gradient where ``keep``, in place of the residual when that may be overwritten.
-
-    It saturates at the largest float over the number of workers: a sum of finite gradients that became infinite would
-    stay in the residual for ever.
-    """
-    if residual is None:
-        return jnp.where(keep, layout.ravel(leaves), 0)
-    return layout.add_leaves(residual, leaves, keep, limit=largest(residual.dtype, size))
-
-
-def largest(dtype: jnp.dtype, size: int) -> float:
+def largest_addend(dtype: DTypeLike, size: int) -> float:
     """The largest magnitude of which ``size`` workers have a finite sum."""
     return float(jnp.finfo(dtype).max) / size
 
@@ -88,5 +259,6 @@ def largest(dtype: jnp.dtype, size: int) -> float:
 def _subtract(acc: jax.Array, delivered: SparseVector | jax.Array) -> jax.Array:
     """``acc - delivered``: for a sparse vector in place, without a pass over ``acc``."""
     if isinstance(delivered, SparseVector):
-        return acc.at[delivered.indices.reshape(-1)].add(-delivered.values.reshape(-1), mode="drop")
+        indices, values = (varying_as(x.reshape(-1), acc) for x in (delivered.indices, delivered.values))
+        return acc.at[indices].add(-values, mode="drop")
     return acc - delivered

@@ -1,70 +1,133 @@
 """Momentum correction: a worker accumulates its velocity, not its gradient, and selects from that.
 
-Deep Gradient Compression, section 3.1 to 3.3: what is added to the residual is what momentum SGD would apply.
+Deep Gradient Compression, sections 3.1 to 3.3: the residual takes up what momentum SGD would apply.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._vector.layout import Layout
+from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
-from .memory import largest
+from .mean import Quotient
+from .memory import ErrorFeedback, Memory, largest_addend
+
+
+class Velocity(NamedTuple):
+    """The state of :class:`MomentumCorrection`.
+
+    Attributes:
+      velocity: shape ``(n,)``: this worker's momentum.
+      kept: the state of its error feedback.
+    """
+
+    velocity: jax.Array
+    kept: Any
+
+    @property
+    def residual(self) -> jax.Array | None:
+        """What was accumulated and not yet delivered."""
+        return self.kept.residual
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum:
+class MomentumCorrection:
     """Momentum before selection, as in :func:`jsparse.dgc`.
 
     Attributes:
-      decay: m, at least 0 and below 1: ``velocity' = m * velocity + gradient``.
+      momentum: m, at least 0 and below 1: ``velocity' = m * velocity + gradient``.
       nesterov: whether ``m * velocity' + gradient`` is accumulated in place of ``velocity'``.
       factor_masking: whether the velocity becomes 0 where an element was delivered.
+      clip_norm: the norm to which the sum of the workers' gradients is clipped: each worker clips its
+        own to ``clip_norm / sqrt(P)``. None does not clip.
+      feedback: how what was not delivered is kept.
     """
 
-    decay: float
+    momentum: float
     nesterov: bool = False
     factor_masking: bool = True
+    clip_norm: float | None = None
+    feedback: Memory = ErrorFeedback()
 
     def __post_init__(self):
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"momentum is {self.decay}; it is at least 0 and below 1, such as 0.9")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}; it is the norm of a gradient, above 0, or None")
 
-    def correct(
-        self, layout: Layout, velocity: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, size: int
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """The new velocity, where ``keep``; and what is accumulated in place of the gradient, by leaves."""
-        limit = largest(velocity.dtype, size)
+    @property
+    def feeds_back(self) -> bool:
+        return self.feedback.feeds_back
 
-        def blend(vector):
-            return layout.add_leaves(vector * jnp.where(keep, self.decay, 1).astype(vector.dtype), leaves, keep, limit)
+    def init(self, n: int, dtype: DTypeLike) -> Velocity:
+        return Velocity(jnp.zeros(n, dtype), self.feedback.init(n, dtype))
 
-        velocity = blend(velocity)
+    def limit(self, dtype: DTypeLike, size: int) -> float:
+        return self.feedback.limit(dtype, size)
+
+    def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
+        return leaves if self.clip_norm is None else _clip(leaves, self.clip_norm / size**0.5)
+
+    def accumulate(
+        self, state: Velocity, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+    ) -> tuple[Pending, Velocity]:
+        limit = largest_addend(state.velocity.dtype, size)
+
+        def blend(velocity):
+            decayed = velocity * jnp.where(keep, self.momentum, 1).astype(velocity.dtype)
+            return layout.add_leaves(decayed, parts, keep, limit)
+
+        velocity = blend(state.velocity)
         pushed = blend(velocity) if self.nesterov else velocity
-        # Added to the residual in windows, as a gradient is: in place.
-        return velocity, [pushed[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
+        # By windows, as a gradient comes in leaves: they are added to the residual in place.
+        windows = [pushed[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
+        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
+        return pending, Velocity(velocity, kept)
 
-    def mask(self, velocity: jax.Array, sent: SparseVector, delivered: SparseVector | jax.Array) -> jax.Array:
-        """The velocity after a step: 0 where something of this worker's was delivered.
+    def retain(
+        self,
+        state: Velocity,
+        acc: jax.Array,
+        *,
+        sent: SparseVector | jax.Array,
+        delivered: SparseVector | jax.Array,
+        total: SparseVector | jax.Array,
+        mean: Quotient,
+        keep: jax.Array,
+        size: int,
+    ) -> tuple[Velocity, Quotient]:
+        kept, mean = self.feedback.retain(
+            state.kept, acc, sent=sent, delivered=delivered, total=total, mean=mean, keep=keep, size=size
+        )
+        velocity = state.velocity
+        # Where everything is sent, nothing is masked: that is momentum SGD, as in the authors' code.
+        sparsely = isinstance(sent, SparseVector) and sent.capacity < sent.n
+        if self.factor_masking and sparsely and isinstance(delivered, SparseVector):
+            velocity = velocity.at[delivered.indices.reshape(-1)].set(0, mode="drop")
+        return Velocity(velocity, kept), mean
 
-        Where everything is sent it is left as it is, as at density 1 in the authors' code: that is momentum SGD.
-        """
-        if not self.factor_masking or sent.capacity >= sent.n or not isinstance(delivered, SparseVector):
-            return velocity
-        return velocity.at[delivered.indices.reshape(-1)].set(0, mode="drop")
+    def for_dense(self) -> "MomentumCorrection":
+        return dataclasses.replace(self, feedback=self.feedback.for_dense())
+
+    def in_dense_phase(self, flush: bool) -> "MomentumCorrection":
+        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
 
 
-def clip(leaves: Sequence[jax.Array], limit: float) -> list[jax.Array]:
+def _clip(leaves: Sequence[jax.Array], limit: float) -> list[jax.Array]:
     """A worker's gradient, scaled to a Euclidean norm of at most ``limit``, in the type of its flat vector."""
     dtype = Layout.of(leaves).dtype
     wide = [leaf.astype(dtype) for leaf in leaves]
-    # Squares of finite gradients may be infinite, and those of small ones zero.
-    peak = jnp.max(jnp.stack([jnp.zeros((), dtype), *(jnp.max(jnp.abs(leaf)) for leaf in wide if leaf.size)]))
+    # Squares of finite gradients may be infinite, and those of small ones zero: divide by the largest.
+    peaks = [jnp.max(jnp.abs(leaf)) for leaf in wide if leaf.size]
+    peak = jnp.max(jnp.stack([jnp.zeros((), dtype), *peaks]))
     unit = jnp.where(peak > 0, peak, 1)
     norm = unit * jnp.sqrt(sum((jnp.sum((leaf / unit) ** 2) for leaf in wide), jnp.zeros((), dtype)))
-    # One that is not finite has no norm, and stays as it is.
+    # A gradient that is not finite has no norm, and stays as it is.
     scale = jnp.where(norm > limit, limit / norm, 1)
     return [leaf * scale for leaf in wide]

@@ -3,47 +3,103 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.typing import DTypeLike
 
+from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.density import check_steps
-from .config import Config, Phases
-from .synchronise import (
-    BucketState,
-    Reduced,
-    SparseAllReduceState,
-    Sums,
-    agree,
-    check,
-    conclude,
-    gradients,
-    reduce_buckets,
-    varying_over,
-)
-from .transform import SparseAllReduce, averages, begin, initial
+from .memory import NoMemory
+from .state import BucketState, SparseAllReduceState
+from .synchroniser import Composition, Means, Outcome, agree, begin, conclude, threshold_type, varying_over
+from .transform import SparseAllReduce
 
 Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce
 
 
-class PhasedState(NamedTuple):
-    """States of the phases' selectors, or of their all-reduces.
+@dataclasses.dataclass(frozen=True)
+class Phased:
+    """The synchroniser of :func:`phases`.
+
+    A vector has one memory for all phases. Its reducers' states are a tuple, one for each phase.
 
     Attributes:
-      threshold: shape ``(1,)``: that of the phase that ran last; 0 where it has none.
-      selected: int32, shape ``(1,)``: what its selector selected.
-      states: one for each phase.
+      stages: the phases' synchronisers, of one space and with memories of one state.
+      starts: the first step of each.
+      shared: the one that says what is carried.
     """
 
-    threshold: jax.Array
-    selected: jax.Array
-    states: tuple[Any, ...]
+    stages: tuple[Composition, ...]
+    starts: tuple[int, ...]
+    shared: Composition
+
+    @property
+    def levels(self) -> tuple[Comm, ...]:
+        return self.shared.levels
+
+    @property
+    def agree_over(self) -> tuple[Comm, ...]:
+        return self.shared.agree_over
+
+    @property
+    def space(self) -> Any:
+        return self.shared.space
+
+    @property
+    def memory(self) -> Any:
+        return self.shared.memory
+
+    @property
+    def alike(self) -> bool:
+        return True
+
+    def over(self, *comms: Comm) -> "Phased":
+        return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
+
+    def init(self, params: Any) -> SparseAllReduceState:
+        each = [stage.init(params).buckets for stage in self.stages]
+        own = self.shared.init(params).buckets
+        carried = [
+            BucketState(bucket.memory, tuple(states[i].reducer for states in each)) for i, bucket in enumerate(own)
+        ]
+        return begin(self, tuple(carried), threshold_type(self.space.buckets(jax.tree.leaves(params))))
+
+    def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
+        raise ValueError(
+            "the phases of a run have sums of different lengths; sync needs one sparse vector: use tx.update"
+        )
+
+    def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
+        levels = [Metered(comm) for comm in self.levels]
+        further = [Metered(comm) for comm in self.agree_over]
+        leaves, treedef = jax.tree.flatten(grads)
+        buckets = self.shared.check(levels, grads, state)
+        given = self.shared.prepare(levels, grads)
+        step, bad = agree([*levels, *further], state.step[0], given)
+
+        def run(number: int) -> tuple[list[jax.Array], Any]:
+            stage, inside = self.stages[number], [Metered(comm) for comm in self.levels]
+            before = [BucketState(bucket.memory, bucket.reducer[number]) for bucket in state.buckets]
+            outcome = stage.synchronise(
+                inside, buckets, given, before, [bad] * len(buckets), step - self.starts[number]
+            )
+            means = Means(buckets, outcome.quotients, bad).leaves(leaves)
+            after = [
+                BucketState(new.memory, (*old.reducer[:number], new.reducer, *old.reducer[number + 1 :]))
+                for new, old in zip(outcome.states, state.buckets, strict=True)
+            ]
+            sent = [(level.words, level.messages) for level in inside]
+            return means, varying_over(levels, (outcome._replace(quotients=[], states=after), sent))
+
+        now = sum((step >= start for start in self.starts[1:]), jnp.int32(0))
+        branches = [functools.partial(run, number) for number in range(len(self.stages))]
+        outcome: Outcome
+        means, (outcome, sent) = self.levels[0].switch(now, branches, replicated=True)
+        after = conclude(self, [*levels, *further], state, outcome, bad, step, undo=False, sent=sent)
+        return jax.tree.unflatten(treedef, means), after
 
 
 def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
@@ -80,18 +136,15 @@ def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
       Shi et al., gTop-k, ICDCS 2019, section IV-B (density warm-up); Shi et al., MLSys 2021, section 5.6 (sparse, then
       dense); the code of Li and Hoefler, PPoPP 2022 (dense at first).
     """
-    config = _fit(*_parse(stages), flush)
-    init: Any = functools.partial(_init, config)
-    update: Any = functools.partial(_update, config)
-    return SparseAllReduce(init, update)
+    return SparseAllReduce.of(_fit(*_parse(stages), flush))
 
 
-def _parse(stages: Any) -> tuple[list[Config], list[int]]:
-    """The configurations, and how many steps each but the last is for."""
+def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
+    """The synchronisers, and how many steps each but the last is for."""
     form = "pass ((steps, tx), ..., tx): how long each runs, and last the one that stays"
     if isinstance(stages, SparseAllReduce) or not stages:
         raise ValueError(f"there are no phases: {form}")
-    configs, lengths = [], []
+    synchronisers, lengths = [], []
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
         steps, tx = None, stage
@@ -107,125 +160,45 @@ def _parse(stages: Any) -> tuple[list[Config], list[int]]:
         if steps is not None:
             check_steps(f"steps of phase {number}", steps)
             lengths.append(steps)
-        config = tx.config
-        if isinstance(config, Phases):
-            raise ValueError(f"phase {number} has phases itself: write them all in one row")
-        configs.append(config)
+        if not isinstance(tx.synchroniser, Composition):
+            raise ValueError(
+                f"phase {number} has phases itself, or workers whose updates differ: write all phases in one row, of "
+                "presets that keep workers alike"
+            )
+        synchronisers.append(tx.synchroniser)
     if sum(lengths) >= 2**31:
         raise ValueError(f"the phases have {sum(lengths)} steps; a run's number of steps is an int32: take fewer")
-    return configs, lengths
+    return synchronisers, lengths
 
 
-def _fit(configs: list[Config], lengths: list[int], flush: bool) -> Phases:
-    """The phases, of which dense ones have what sparse ones say of it; refused where they do not fit together."""
-    shared = next((config for config in configs if config.allreduce.sparse), configs[0])
-    stages = []
-    for number, config in enumerate(configs):
+def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
+    """The phases. Those that keep nothing themselves take part in the others' memory; others must fit."""
+
+    def keeps(stage: Composition) -> bool:
+        return stage.reducer.sparse or stage.memory != NoMemory()
+
+    shared = next((stage for stage in stages if keeps(stage)), stages[0])
+    fitted = []
+    for number, stage in enumerate(stages):
         where = f"phase {number} does not fit to the others"
-        if config.levels != shared.levels:
+        if stage.levels != shared.levels:
             raise ValueError(
-                f"{where}: it is over {config.levels}, they over {shared.levels}; name the same axes in all. Beside "
+                f"{where}: it is over {stage.levels}, they over {shared.levels}; name the same axes in all. Beside "
                 "hitopk the dense one is jsparse.torus(inter, intra)"
             )
-        if config.bucket_bytes is not None:
+        if getattr(stage.space, "bucket_bytes", None) is not None:
             raise ValueError(f"{where}: bucket_bytes cuts the vector of which they have one residual; leave it out")
-        if getattr(config.allreduce, "staleness", 0):
+        if stage.reducer.staleness:
             raise ValueError(f"{where}: what arrives some steps late would be lost at its end; take staleness=0")
-        if config.allreduce.sparse:
-            for field in ("scope", "dense_below", "feedback", "momentum", "clip_norm"):
-                ours, theirs = getattr(config, field), getattr(shared, field)
+        if keeps(stage):
+            for field in ("space", "memory"):
+                ours, theirs = getattr(stage, field), getattr(shared, field)
                 if ours != theirs:
-                    name = "error_feedback" if field == "feedback" else field
-                    raise ValueError(f"{where}: its {name} is {ours}, theirs {theirs}; there is one state for all")
-            stages.append(config)
+                    raise ValueError(f"{where}: its {field} is {ours}, theirs {theirs}; there is one state for all")
+            fitted.append(stage)
         else:
-            stages.append(
-                dataclasses.replace(
-                    config,
-                    # It leaves nothing over, so that there is nothing to decay or to average.
-                    error_feedback=flush and shared.allreduce.sparse and shared.feedback is not None,
-                    scope=shared.scope,
-                    dense_below=shared.dense_below,
-                    momentum=shared.momentum,
-                    clip_norm=shared.clip_norm,
-                )
-            )
-    if not flush and shared.allreduce.sparse and not configs[-1].allreduce.sparse:
+            memory = shared.memory.in_dense_phase(flush)
+            fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))
+    if not flush and shared.memory.feeds_back and not keeps(stages[-1]):
         raise ValueError("the last phase is dense, and with flush=False the residual would never go; leave flush out")
-    return Phases(tuple(stages), tuple(itertools.accumulate(lengths, initial=0)))
-
-
-def _init(phases: Phases, params: optax.Params) -> SparseAllReduceState:
-    states = [begin(stage, params).buckets for stage in phases.stages]
-    own = begin(phases.shared, params).buckets
-    carried = []
-    for i, bucket in enumerate(phases.plan(params)):
-        select, reduce = (tuple(getattr(state[i], part) for state in states) for part in ("select", "reduce"))
-        dtype = bucket.layout.dtype
-        carried.append(
-            own[i]._replace(select=_phased(select, (), dtype) if any(select) else (), reduce=_phased(reduce, (), dtype))
-        )
-    return initial(phases.levels, carried)
-
-
-def _update(
-    phases: Phases,
-    updates: optax.Updates,
-    state: SparseAllReduceState,
-    params: optax.Params | None = None,
-    **extra_args,
-) -> tuple[optax.Updates, SparseAllReduceState]:
-    del params, extra_args
-    levels = [Metered(comm) for comm in phases.levels]
-    size = math.prod(level.size for level in levels)
-    leaves, treedef = jax.tree.flatten(updates)
-    buckets = phases.plan(updates)
-    check(phases.shared, levels, buckets, updates, state)
-    given = gradients(phases.shared, updates, size)
-    step, bad = agree(levels, state.step[0], given)
-    opening = [(level.words, level.messages) for level in levels]
-
-    def run(number: int) -> tuple[list[jax.Array], Any]:
-        stage, start = phases.stages[number], phases.starts[number]
-        metered = [Metered(comm) for comm in phases.levels]
-        before = [_enter(number, stage, bucket) for bucket in state.buckets]
-        reduced = reduce_buckets(stage, metered, buckets, given, before, [bad] * len(buckets), step - start)
-        carried = [_leave(number, stage, *pair) for pair in zip(reduced.carried, state.buckets, strict=True)]
-        means = averages(Sums(buckets, reduced.totals, bad, size), leaves)
-        sent = [(level.words, level.messages) for level in metered]
-        return means, varying_over(levels, (reduced._replace(totals=[], carried=carried), sent))
-
-    now = sum((step >= start for start in phases.starts[1:]), jnp.int32(0))
-    branches = [functools.partial(run, number) for number in range(len(phases.stages))]
-    reduced: Reduced
-    means, (reduced, sent) = phases.levels[0].switch(now, branches, replicated=True)
-    after = conclude(levels, state, reduced, [*opening, *sent], bad, step, undo=False)
-    return jax.tree.unflatten(treedef, means), after
-
-
-def _enter(number: int, stage: Config, bucket: BucketState) -> BucketState:
-    """The state as the phase knows it."""
-    return bucket._replace(
-        residual=bucket.residual if stage.error_feedback else None,
-        select=bucket.select.states[number] if bucket.select else (),
-        reduce=bucket.reduce.states[number],
-    )
-
-
-def _leave(number: int, stage: Config, after: BucketState, before: BucketState) -> BucketState:
-    """The state of all phases, after one of them."""
-
-    def replaced(old: PhasedState, new: Any) -> PhasedState:
-        states = tuple(new if i == number else state for i, state in enumerate(old.states))
-        return _phased(states, new, old.threshold.dtype)
-
-    return after._replace(
-        residual=after.residual if stage.error_feedback else before.residual,
-        select=replaced(before.select, after.select) if before.select else (),
-        reduce=replaced(before.reduce, after.reduce),
-    )
-
-
-def _phased(states: tuple[Any, ...], latest: Any, dtype: DTypeLike) -> PhasedState:
-    threshold = getattr(latest, "threshold", jnp.zeros(1, dtype))
-    return PhasedState(threshold, getattr(latest, "selected", jnp.zeros(1, jnp.int32)), states)
+    return Phased(tuple(fitted), tuple(itertools.accumulate(lengths, initial=0)), shared)

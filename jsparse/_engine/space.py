@@ -1,52 +1,171 @@
-"""Two levels of a network: what is done inside a node before and after the all-reduce between nodes.
+"""Spaces: where leaves become vectors, and sums of vectors become leaves again.
 
-HiTopKComm (Algorithm 2 of the paper), and with a dense all-reduce the 2D torus. A worker's shard is the part of the
-flat vector of its rank in the node, ``ceil(n / size)`` elements, padded with zeros at the end.
+A worker's memory, its selection and its messages all live in the coordinates of a space.
 """
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost
+from .._vector.buckets import Bucket, Scope, divide
+from .._vector.layout import Layout
+from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from ..wire import Full
 
 
-def scatter(intra: Comm, vector: jax.Array) -> jax.Array:
-    """This worker's shard of the sum of the node's vectors (lines 2-4)."""
-    width = -(-vector.shape[0] // intra.size)
-    padded = jnp.pad(vector, (0, width * intra.size - vector.shape[0]))
-    return intra.psum_scatter(padded.reshape(intra.size, width))
+class Space(Protocol):
+    """Where leaves become vectors, and back: a frozen dataclass.
 
-
-def gather(intra: Comm, total: SparseVector | jax.Array, n: int) -> SparseVector | jax.Array:
-    """The vector of length ``n``, in one run if it is sparse, of which each worker has a shard (lines 21-23).
-
-    Lossless whatever the wire between the nodes: what were rounded here, no residual would hold.
+    Attributes:
+      comms: the networks that entering and leaving use, beside the reducer's.
+      agree_over: further networks over which workers agree whether a gradient is finite.
     """
-    if not isinstance(total, SparseVector):
-        return intra.all_gather(total).reshape(-1)[:n]
-    part, wire = total.merge(), Full()
-    parts = wire.decode(intra.all_gather(wire.encode(part)), part.capacity, part.n, part.values.dtype)
-    begins = part.n * lax.iota(jnp.int32, intra.size)[:, None]
-    indices = jnp.where(parts.indices < part.n, begins + parts.indices, n)
-    return SparseVector(parts.values, indices, n).concatenate(min(indices.size, n))
+
+    @property
+    def comms(self) -> tuple[Comm, ...]: ...
+
+    @property
+    def agree_over(self) -> tuple[Comm, ...]: ...
+
+    def over(self, *comms: Comm) -> "Space":
+        """The same space over other networks, as many as ``comms``."""
+        ...
+
+    def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
+        """Which leaves travel together. Leaves may be arrays, or their shapes and types."""
+        ...
+
+    def layout(self, bucket: Bucket) -> Layout:
+        """Where the parts that :meth:`enter` returns stand in the bucket's vector."""
+        ...
+
+    def enter(
+        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
+    ) -> Sequence[jax.Array]:
+        """The vector of a bucket, as parts that lie end to end. It may communicate.
+
+        Args:
+          comms: this space's networks, in a form that counts what is sent.
+          bucket: the bucket.
+          leaves: its gradients.
+          keep: bool scalar: whether they count; where not, they may be left as they are.
+          limit: magnitudes that are summed here are clipped to this.
+        """
+        ...
+
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+        """A sum of vectors in the order of the bucket's leaves. It is linear, and it may communicate."""
+        ...
 
 
-def sends(total: SparseVector | jax.Array, n: int, size: int) -> Cost:
-    """What a worker of a node of ``size`` sends inside it.
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """The leaves one after another: the space of most methods.
 
-    Args:
-      total: the sum of its shards between the nodes, or only shapes and types.
-      n: the length of the vector.
-      size: workers in the node.
+    Attributes:
+      scope: one vector for all leaves, or one for each.
+      dense_below: leaves of fewer elements go densely, all together.
+      bucket_bytes: cut the one vector into several of at most so many bytes.
     """
-    values = total.values if isinstance(total, SparseVector) else total
-    width = -(-n // size)
-    gathered = values.size * values.dtype.itemsize
-    if isinstance(total, SparseVector):
-        gathered = 4 * Full().words(values.size if values.ndim == 1 else min(values.size, width), width, values.dtype)
-    scattered = width * size * values.dtype.itemsize
-    return collective_cost("psum_scatter", scattered, size) + collective_cost("all_gather", gathered, size)
+
+    scope: Scope = "global"
+    dense_below: int = 0
+    bucket_bytes: int | None = None
+
+    def __post_init__(self):
+        if self.scope not in ("global", "leaf"):
+            raise ValueError(f'scope is {self.scope!r}; choose "global" or "leaf"')
+        if self.dense_below < 0:
+            raise ValueError(f"dense_below is {self.dense_below}; it is a number of elements, at least 0")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it is a number of bytes, at least 1, or None")
+
+    @property
+    def comms(self) -> tuple[Comm, ...]:
+        return ()
+
+    @property
+    def agree_over(self) -> tuple[Comm, ...]:
+        return ()
+
+    def over(self, *comms: Comm) -> "Flat":
+        return self
+
+    def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
+        return divide(leaves, **dataclasses.asdict(self))
+
+    def layout(self, bucket: Bucket) -> Layout:
+        return bucket.layout
+
+    def enter(
+        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
+    ) -> Sequence[jax.Array]:
+        return leaves
+
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards(Flat):
+    """Two levels: the workers of a node sum their vectors, and each of them gets a shard of the sum.
+
+    HiTopKComm (Algorithm 2 of the paper); with a dense all-reduce it is the 2D torus. A worker's shard
+    is the part of the vector that belongs to its rank in the node: ``ceil(n / size)`` elements,
+    padded with zeros at the end. Between nodes, workers with the same shard sum.
+
+    Attributes:
+      intra: the workers of a node.
+    """
+
+    intra: Comm = dataclasses.field(kw_only=True)
+
+    @property
+    def comms(self) -> tuple[Comm, ...]:
+        return (self.intra,)
+
+    def over(self, *comms: Comm) -> "Shards":
+        return dataclasses.replace(self, intra=comms[0])
+
+    def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
+        return Flat(self.scope, self.dense_below, self.bucket_bytes).buckets(leaves)
+
+    def layout(self, bucket: Bucket) -> Layout:
+        width = -(-bucket.layout.n // self.intra.size)
+        return Layout(((width,),), (bucket.layout.dtype,), (0, width))
+
+    def enter(
+        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
+    ) -> Sequence[jax.Array]:
+        """This worker's shard of the sum of the node's vectors (lines 2-4)."""
+        (intra,) = comms
+        whole = Pending(None, leaves, keep, bucket.layout).add_up()
+        if math.isfinite(limit):
+            whole = jnp.clip(whole, -limit, limit)
+        (width,) = self.layout(bucket).shapes[0]
+        padded = jnp.pad(whole, (0, width * intra.size - whole.shape[0]))
+        return [intra.psum_scatter(padded.reshape(intra.size, width))]
+
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+        """The whole vector, of which each worker of the node has a shard (lines 21-23).
+
+        A sparse one becomes one run. It is always sent losslessly: a value that were rounded here would
+        be in no residual.
+        """
+        (intra,) = comms
+        n = bucket.layout.n
+        if not isinstance(total, SparseVector):
+            return intra.all_gather(total).reshape(-1)[:n]
+        part, wire = total.merge(), Full()
+        message = wire.encode(part, jnp.int32(0))
+        parts = wire.decode(intra.all_gather(message), part.capacity, part.n, part.values.dtype)
+        begins = part.n * lax.iota(jnp.int32, intra.size)[:, None]
+        indices = jnp.where(parts.indices < part.n, begins + parts.indices, n)
+        return SparseVector(parts.values, indices, n).concatenate(min(indices.size, n))

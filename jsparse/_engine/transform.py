@@ -1,142 +1,117 @@
-"""The gradient transformation: flatten, synchronise, average, unflatten."""
+"""The optax transformation of a synchroniser, and synchronisation without a dense update."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from .._comm.comm import Comm, CommLike, as_comm
+from .._vector.layout import Layout
 from .._vector.sparse_vector import SparseVector
-from ..allreduce import AllReduce
-from ..select import Selector
-from ..wire import Full, Wire
-from .config import Config, Phases
-from .memory import ErrorFeedback
-from .synchronise import BucketState, Report, SparseAllReduceState, Sums, synchronise, varying_over
+from .state import SparseAllReduceState
+from .synchroniser import Synchroniser
 
 
 class SparseAllReduce(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that synchronises, and that can be asked how."""
+    """A gradient transformation that synchronises, and that can be asked how.
+
+    ``init`` and ``update`` are those of optax; ``synchroniser`` says how gradients become their mean.
+    """
 
     @staticmethod
-    def of(config: Config) -> "SparseAllReduce":
-        """The transformation of a configuration."""
-        init: Any = functools.partial(begin, config)
-        update: Any = functools.partial(_update, config)
+    def of(synchroniser: Synchroniser) -> "SparseAllReduce":
+        """The transformation of a synchroniser."""
+        init: Any = functools.partial(_init, synchroniser)
+        update: Any = functools.partial(_update, synchroniser)
         return SparseAllReduce(init, update)
 
     @property
-    def config(self) -> Config | Phases:
-        """Its configuration."""
+    def synchroniser(self) -> Any:
+        """How gradients become their mean."""
         return self.init.args[0]  # type: ignore[attr-defined]
 
 
-def sparse_allreduce(
-    comm: CommLike,
-    *,
-    select: Selector | None,
-    allreduce: AllReduce,
-    wire: Wire = Full(),
-    error_feedback: bool | ErrorFeedback = True,
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """Averages gradients over the workers sparsely: any selector with any all-reduce.
-
-    Takes the place of ``lax.pmean`` of the gradients: it is given each worker's own gradient and returns the mean of
-    what was delivered, the same bits on every worker. What a worker did not get delivered stays in its residual and
-    is added to its next gradient, so that nothing is lost. It runs wherever the axis is bound: in ``jax.shard_map``,
-    ``jax.pmap`` or ``jax.vmap(axis_name=...)``.
-
-    A non-finite gradient on any worker makes the whole update NaN on all of them and leaves the state as it was, so
-    that ``optax.apply_if_finite`` around what *follows* can skip the step. (Where nothing is summed sparsely, there is
-    no state to spoil, and only the elements concerned become NaN.)
-
-    Args:
-      comm: a mesh axis name, a tuple of them (taken as one axis), or a :class:`Comm`.
-      select: which elements a worker sends; None for an all-reduce of dense vectors.
-      allreduce: how they are summed.
-      wire: how they are laid out in messages.
-      error_feedback: whether to keep what was not delivered, or how (:class:`ErrorFeedback`). Without it, that is lost.
-      scope: select among all elements together (``"global"``), or in every leaf for itself (``"leaf"``), so that XLA
-        can overlap the leaves' messages with each other and with the backward pass.
-      dense_below: leaves of fewer elements are summed densely, all together.
-
-    Returns:
-      A gradient transformation. Its updates have the shapes and types of the gradients.
-
-    Raises:
-      ValueError: an argument is out of range. From ``init`` and ``update``: a leaf is not float16, bfloat16, float32
-        or float64; a bucket has ``2**31`` elements or more; the axis is not bound; gradients are already summed.
-
-    Example::
-
-      tx = optax.chain(
-          jsparse.sparse_allreduce(
-              "data", select=jsparse.select.TopK(0.01), allreduce=jsparse.allreduce.OkTopk(0.01)
-          ),
-          optax.adam(1e-3),
-      )
-    """
-    return SparseAllReduce.of(Config(as_comm(comm), select, allreduce, wire, error_feedback, scope, dense_below))
+def _init(synchroniser: Synchroniser, params: optax.Params) -> SparseAllReduceState:
+    return synchroniser.init(params)
 
 
 def _update(
-    config: Config,
+    synchroniser: Synchroniser,
     updates: optax.Updates,
     state: SparseAllReduceState,
     params: optax.Params | None = None,
     **extra_args,
 ) -> tuple[optax.Updates, SparseAllReduceState]:
     del params, extra_args
-    leaves, treedef = jax.tree.flatten(updates)
-    sums, state = synchronise(config, updates, state)
-    return jax.tree.unflatten(treedef, averages(sums, leaves)), state
+    return synchroniser.update(updates, state)
 
 
-def averages(sums: Sums, leaves: list[jax.Array]) -> list[jax.Array]:
-    """The update: the sums over the number of workers, in the shapes and types of these leaves."""
-    means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-    for bucket, total in zip(sums.plan, sums.totals, strict=True):
-        if isinstance(total, SparseVector):
-            # One run is divided before it becomes dense, several after they are summed: both round once.
-            one_run = total.values.ndim == 1
-            if one_run:
-                total = SparseVector(total.values / sums.size, total.indices, total.n)
-            fill = jnp.where(sums.bad, jnp.nan, 0)
-            parts = [jnp.full(shape, fill, bucket.layout.dtype) for shape in bucket.layout.shapes]
-            parts = bucket.layout.add_sparse(parts, total)
-            parts = [
-                (part if one_run else part / sums.size).astype(dtype)
-                for part, dtype in zip(parts, bucket.layout.dtypes, strict=True)
-            ]
-        else:
-            parts = bucket.layout.unravel(jnp.where(sums.bad, jnp.nan, total / sums.size))
-        for i, part in zip(bucket.ids, parts, strict=True):
-            means[i] = part
-    return means
+def sync(
+    tx: SparseAllReduce, grads: optax.Updates, state: SparseAllReduceState
+) -> tuple[SparseVector, SparseAllReduceState]:
+    """Averages gradients as ``tx.update`` does, and leaves the mean sparse: it makes nothing of length n.
 
+    For plain SGD, whose update of a zero is zero: apply the result with :func:`apply_sparse`.
 
-def begin(config: Config, params: optax.Params) -> SparseAllReduceState:
-    """The state before the first step."""
-    states = []
-    for bucket in config.plan(params):
-        how, n, dtype = config.of(bucket), config.length(bucket.layout.n), bucket.layout.dtype
-        states.append(
-            BucketState(
-                residual=jnp.zeros(n, dtype) if how.error_feedback else None,
-                select=how.select.init(n, dtype) if how.select is not None else (),
-                reduce=how.allreduce.init(n, config.comm.size, dtype),
-                velocity=jnp.zeros(n, dtype) if how.momentum else None,
-            )
+    Args:
+      tx: a sparse preset, or :func:`sparse_allreduce`, with ``scope="global"`` and ``dense_below=0``;
+        not a chain.
+      grads: this worker's gradients.
+      state: from ``tx.init`` or from the step before; donate it, and its residual is updated in place.
+
+    Returns:
+      The mean, in the order of ``jax.tree.leaves(grads)``, each raveled; and the new state. After a
+      non-finite gradient the mean holds a NaN.
+
+    Raises:
+      ValueError: ``tx`` makes a dense sum, or more than one vector, or is no preset.
+    """
+    if not isinstance(tx, SparseAllReduce):
+        raise ValueError(
+            f"tx is {type(tx).__name__}; sync takes a preset such as jsparse.oktopk(...) itself: apply what else a "
+            "chain would hold (a learning rate, say) through the scale of jsparse.apply_sparse"
         )
-    return initial(config.levels, states)
+    means, state = tx.synchroniser.reduce(grads, state)
+    if len(means.quotients) != 1 or not isinstance(means.quotients[0].total, SparseVector):
+        raise ValueError(
+            "this transform's sum is not one sparse vector; sync needs a sparse all-reduce with "
+            'scope="global" and dense_below=0: use tx.update for others'
+        )
+    mean: SparseVector = means.quotients[0].value()
+    values = jnp.where(means.bad, jnp.nan, mean.values)
+    # A mean without elements has no place for a NaN: index 0 becomes one.
+    first = (0,) * mean.indices.ndim
+    indices = mean.indices.at[first].set(jnp.where(means.bad, 0, mean.indices[first]))
+    return SparseVector(values, indices, mean.n), state
 
 
-def initial(levels: Sequence[Comm], states: Sequence[BucketState]) -> SparseAllReduceState:
-    """The state before the first step, of states of the buckets."""
-    none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    return varying_over(levels, SparseAllReduceState(none, tuple(states), Report(none, none, none, zero, zero)))
+def apply_sparse(params: optax.Params, update: SparseVector, scale: ArrayLike = 1.0) -> optax.Params:
+    """Adds ``scale * update`` to parameters, touching only what the update holds when they are donated.
+
+    Args:
+      params: arrays of ``update.n`` elements together, in the order in which :func:`sync` saw their
+        gradients.
+      update: a sparse vector, alike on all workers.
+      scale: a scalar, such as minus the learning rate.
+
+    Returns:
+      Parameters of the same shapes and types.
+
+    Raises:
+      ValueError: the parameters have another number of elements than the update.
+
+    >>> update = SparseVector(jnp.array([2.0, 4.0]), jnp.array([0, 3]), 4)
+    >>> apply_sparse({"a": jnp.zeros(1), "b": jnp.ones(3)}, update, -0.5)
+    {'a': Array([-1.], dtype=float32), 'b': Array([ 1.,  1., -1.], dtype=float32)}
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    layout = Layout.of(leaves)
+    if layout.n != update.n:
+        raise ValueError(f"the parameters have {layout.n} elements, the update is for {update.n}: pass the same pytree")
+    if any(jnp.finfo(dtype).bits < jnp.finfo(update.values.dtype).bits for dtype in layout.dtypes):
+        # Several runs, added one by one to narrow leaves, would be rounded as often.
+        update = update.merge()
+    scaled = SparseVector(jnp.asarray(scale) * update.values, update.indices, update.n)
+    return jax.tree.unflatten(treedef, layout.add_sparse(leaves, scaled))

@@ -3,15 +3,14 @@
 from typing import Literal
 
 from .._comm.comm import CommLike, as_comm
-from .._engine.a2sgd import A2SGD, MeansConfig
-from .._engine.config import Config
+from .._engine.a2sgd import TwoMeans
+from .._engine.reducer import Whole
+from .._engine.space import Flat, Shards
+from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
-from ..allreduce import (
-    Dense,
-    ParameterServer,
-    Quantized,
-)
+from ..allreduce import Dense, ParameterServer, Quantized
 from ..quantize import QSGD, Quantizer
+from .general import memory_of
 
 
 def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce:
@@ -32,9 +31,7 @@ def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce
     References:
       Li and Hoefler, PPoPP 2022, section 5, "Dense" and "DenseOvlp".
     """
-    return SparseAllReduce.of(
-        Config(as_comm(comm), select=None, allreduce=Dense(), error_feedback=False, bucket_bytes=bucket_bytes)
-    )
+    return SparseAllReduce.of(Composition(as_comm(comm), Whole(Dense()), space=Flat(bucket_bytes=bucket_bytes)))
 
 
 def parameter_server(comm: CommLike, *, staleness: int = 0) -> SparseAllReduce:
@@ -54,9 +51,7 @@ def parameter_server(comm: CommLike, *, staleness: int = 0) -> SparseAllReduce:
       Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
       4.2.2.
     """
-    return SparseAllReduce.of(
-        Config(as_comm(comm), select=None, allreduce=ParameterServer(staleness), error_feedback=False)
-    )
+    return SparseAllReduce.of(Composition(as_comm(comm), Whole(ParameterServer(staleness))))
 
 
 def qsgd(
@@ -111,11 +106,10 @@ def quantized(
     """
     if error_feedback is None:
         error_feedback = not quantize.unbiased
-    reduce = Quantized(quantize, split)
-    return SparseAllReduce.of(Config(as_comm(comm), select=None, allreduce=reduce, error_feedback=error_feedback))
+    return SparseAllReduce.of(Composition(as_comm(comm), Whole(Quantized(quantize, split)), memory_of(error_feedback)))
 
 
-def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> A2SGD:
+def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> SparseAllReduce:
     """A2SGD, two-level gradient averaging: workers tell each other two means, and their replicas drift apart.
 
     A worker takes the mean of its gradient's elements that are at least 0, and that of the magnitudes of the others.
@@ -151,7 +145,7 @@ def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> A2SGD:
           state, loss = step(state, batch)
       params = jsparse.sync_params(state, "data", mesh=mesh)
     """
-    return A2SGD.of(MeansConfig(as_comm(comm), per_leaf))
+    return SparseAllReduce.of(TwoMeans(as_comm(comm), per_leaf))
 
 
 def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:
@@ -171,6 +165,4 @@ def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:
       Shi et al., MLSys 2021, section 5.3, "2DTAR"; Mikami et al., Massively Distributed SGD: ImageNet/ResNet-50
       Training in a Flash, 2018.
     """
-    return SparseAllReduce.of(
-        Config(as_comm(inter), select=None, allreduce=Dense(), error_feedback=False, intra=as_comm(intra))
-    )
+    return SparseAllReduce.of(Composition(as_comm(inter), Whole(Dense()), space=Shards(intra=as_comm(intra))))

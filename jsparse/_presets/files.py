@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import importlib
 import inspect
 import json
 import os
@@ -12,11 +13,9 @@ from typing import Any
 
 from .. import allreduce, quantize, select, wire
 from .._comm.comm import CommLike
-from .._engine import transform
-from .._engine.a2sgd import A2SGD
 from .._engine.memory import ErrorFeedback
 from .._engine.transform import SparseAllReduce
-from . import dense, sparse
+from .general import Options
 
 VERSION = 1
 ROOMS = {"select": select, "wire": wire, "quantize": quantize, "allreduce": allreduce}
@@ -24,18 +23,29 @@ ROOMS = {"select": select, "wire": wire, "quantize": quantize, "allreduce": allr
 PARTS = {"select": "select", "wire": "wire", "values": "quantize", "quantize": "quantize", "allreduce": "allreduce"}
 
 
-def presets() -> dict[str, Callable[..., SparseAllReduce | A2SGD]]:
-    """The presets by name, and the general form."""
-    found = {
+def presets() -> dict[str, Callable[..., SparseAllReduce]]:
+    """The presets by name, and the general form: those public functions that stand in this folder."""
+    public, folder = importlib.import_module("jsparse"), __name__.rpartition(".")[0]
+    functions = {name: getattr(public, name) for name in public.__all__ if inspect.isfunction(getattr(public, name))}
+    return {
         name: function
-        for module in (sparse, dense, transform)
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and {"comm", "inter"} & set(inspect.signature(function).parameters)
+        for name, function in functions.items()
+        if function.__module__.startswith(f"{folder}.") and function.__module__ != __name__
     }
-    return {name: function for name, function in found.items() if not name.startswith("_")}
 
 
-def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, CommLike]) -> SparseAllReduce | A2SGD:
+def options_of(preset: Callable[..., SparseAllReduce]) -> list[str]:
+    """The options of a preset by name: its own, and those that it shares with others."""
+    names = []
+    for name, parameter in inspect.signature(preset).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names.append(name)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            names.extend(Options.__annotations__)
+    return names
+
+
+def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, CommLike]) -> SparseAllReduce:
     """The transformation that a file describes, such as ``jsparse tune`` writes it.
 
     The file is JSON: the version of the format, a preset's name, its options by name. Selectors, wires, quantizers and
@@ -71,7 +81,7 @@ def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, Com
         raise ValueError(f"{path}: {error}") from error
 
 
-def build(content: Any, comm: Any) -> SparseAllReduce | A2SGD:
+def build(content: Any, comm: Any) -> SparseAllReduce:
     """The transformation of a file's content."""
     if not isinstance(content, dict) or "jsparse" not in content:
         raise ValueError('there is no "jsparse", the version; jsparse tune --out FILE writes such a file')
@@ -86,7 +96,7 @@ def build(content: Any, comm: Any) -> SparseAllReduce | A2SGD:
         raise ValueError(f'"options" is {options!r}; it is an object of options by name')
     preset = known[name]
     parameters = inspect.signature(preset).parameters
-    keywords = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    keywords = options_of(preset)
     arguments = [comm]
     if "inter" in parameters:
         if not isinstance(comm, tuple) or len(comm) != 2:

@@ -1,10 +1,10 @@
-"""The published sparse algorithms by name: each a selector with an all-reduce."""
+"""The published sparse algorithms by name: each is a selector with an all-reduce."""
 
-from typing import Literal
+from typing import Literal, Unpack
 
 from .._comm.comm import CommLike, as_comm
-from .._engine.config import Config
-from .._engine.momentum import Momentum
+from .._engine.momentum import MomentumCorrection
+from .._engine.space import Shards
 from .._engine.transform import SparseAllReduce
 from ..allreduce import (
     AllReduce,
@@ -15,26 +15,23 @@ from ..allreduce import (
     SsarSplitAllGather,
     TopkAllGather,
 )
-from ..select import DgcThreshold, GaussianThreshold, MSTopK, Selector, TopK
-from ..wire import Full, Wire
+from ..select import DgcThreshold, GaussianThreshold, MSTopK
+from .general import Options, of_density
 
 
 def topk_allgather(
     comm: CommLike,
     *,
-    density: float,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
+    density: float | None = None,
+    **options: Unpack[Options],
 ) -> SparseAllReduce:
     """TopkA: every worker's top-k, gathered everywhere.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      select: the selector; ``select.TopK(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
@@ -44,25 +41,22 @@ def topk_allgather(
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkA".
     """
-    return _sparse(comm, density, TopkAllGather(), select, wire, scope, dense_below)
+    return of_density(comm, density, TopkAllGather(), options)
 
 
 def gaussiank(
     comm: CommLike,
     *,
-    density: float,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
+    density: float | None = None,
+    **options: Unpack[Options],
 ) -> SparseAllReduce:
     """Gaussian-k: what lies in the tails of a fitted normal distribution, gathered everywhere.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      select: the selector; ``select.GaussianThreshold(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      **options: ``select`` (``GaussianThreshold(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
@@ -73,29 +67,188 @@ def gaussiank(
       Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019; Li and Hoefler, PPoPP 2022,
       Table 1, "Gaussiank", and section 5.4.
     """
-    return topk_allgather(
-        comm,
-        density=density,
-        select=select or GaussianThreshold(density),
-        wire=wire,
-        scope=scope,
-        dense_below=dense_below,
-    )
+    return of_density(comm, density, TopkAllGather(), options, GaussianThreshold)
+
+
+def oktopk(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    tau_threshold: int = 32,
+    tau_region: int = 64,
+    split: Literal["all_to_all", "rotate"] = "all_to_all",
+    balance_above: float = 2.0,
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """Ok-Topk: the k largest elements of the sum of the workers' top-k.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      tau_threshold, tau_region, split, balance_above: as in :class:`jsparse.allreduce.OkTopk`.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full width.
+
+    References:
+      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
+    """
+    return of_density(comm, density, OkTopk(tau_threshold, tau_region, split, balance_above), options)
+
+
+def gtopk(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    topology: Literal["butterfly", "tree", "allgather"] = "butterfly",
+    put_back: Literal["exact", "paper"] = "exact",
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """gTop-k: the k largest elements of the sum of the workers' top-k, merged in pairs.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      topology, put_back: as in :class:`jsparse.allreduce.GTopk`.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2k log P`` words and ``log P`` messages a worker, more for P no power of two; ``4k log P`` and
+    ``2 log P`` for the published tree.
+
+    References:
+      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
+      ICDCS 2019.
+    """
+    return of_density(comm, density, GTopk(topology, put_back), options)
+
+
+def topk_dsa(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """TopkDSA: SparCML's dynamic sparse all-reduce of the workers' top-k, by regions, sparse until it fills in.
+
+    The algorithm of :func:`ssar_split_allgather`, by the name under which Ok-Topk's paper compares with it. The density
+    of its result, which the paper's section 5.2 reports, is ``stats(opt_state).updated / n``.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``4k (P-1)/P`` words a worker where all select the same, evenly over the indices, up to ``(2k + n)
+    (P-1)/P`` where the result fills in; more where elements crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
+
+    References:
+      Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA", and section 5.2.
+    """
+    return of_density(comm, density, SsarSplitAllGather(), options)
+
+
+def ssar_recursive_doubling(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """SSAR_Rec_Dbl: everyone's top-k, merged in pairs in log P rounds; for few elements and high latency.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker, by how much the workers' choices overlap; more for P no power
+    of two.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.3.
+    """
+    return of_density(comm, density, SsarRecursiveDoubling(), options)
+
+
+def ssar_split_allgather(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """SSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered; for results that stay sparse.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker, by how much the workers' choices overlap; more where they
+    crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.3.
+    """
+    return of_density(comm, density, SsarSplitAllGather(), options)
+
+
+def dsar_split_allgather(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    group: int = 1,
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """DSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered densely; for results that fill in.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      group: as in :class:`jsparse.allreduce.DsarSplitAllGather`: early switching.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``(2k + n) (P-1)/P`` words a worker; up to ``(2k + n/P) (P-1)`` where each worker's elements crowd in one
+    region.
+
+    References:
+      Renggli, SparCML thesis, 2017, section 3.3.4.
+    """
+    return of_density(comm, density, DsarSplitAllGather(group), options)
 
 
 def dgc(
     comm: CommLike,
     *,
-    density: float,
+    density: float | None = None,
     momentum: float = 0.9,
     nesterov: bool = False,
     clip_norm: float | None = None,
     factor_masking: bool = True,
-    select: Selector | None = None,
     allreduce: AllReduce | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
+    **options: Unpack[Options],
 ) -> SparseAllReduce:
     """Deep Gradient Compression: momentum before selection, so that what waits arrives with the momentum it gathered.
 
@@ -106,15 +259,15 @@ def dgc(
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
+      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
       momentum: m, at least 0 and below 1.
       nesterov: whether ``v`` takes up ``m u + g`` in place of ``u``.
       clip_norm: the norm to which the *sum* of the workers' gradients is clipped: each clips its own to
         ``clip_norm / sqrt(P)``. None does not clip. What is clipped is not fed back.
       factor_masking: whether ``u`` becomes 0 where elements were delivered, so that old momentum pushes no further.
-      select: the selector; ``select.DgcThreshold(density)`` by default.
       allreduce: how the selected elements are summed; the paper's, ``allreduce.TopkAllGather()``, by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
+      **options: ``select`` (``DgcThreshold(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation. Its state holds a velocity beside the residual, both of shape ``(n,)`` on a worker.
@@ -129,30 +282,20 @@ def dgc(
       Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018,
       sections 3.1 to 3.3, Algorithm 4. At density 1 as their code does it.
     """
-    return SparseAllReduce.of(
-        Config(
-            as_comm(comm),
-            DgcThreshold(density) if select is None else select,
-            allreduce or TopkAllGather(),
-            wire,
-            scope=scope,
-            dense_below=dense_below,
-            momentum=Momentum(momentum, nesterov, factor_masking),
-            clip_norm=clip_norm,
-        )
-    )
+
+    def with_momentum(feedback):
+        return MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, feedback)
+
+    return of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold, memory=with_momentum)
 
 
 def hitopk(
     inter: CommLike,
     intra: CommLike,
     *,
-    density: float,
+    density: float | None = None,
     allreduce: AllReduce | None = None,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
+    **options: Unpack[Options],
 ) -> SparseAllReduce:
     """HiTopKComm: sums densely inside a node and sparsely between nodes, each worker its shard of the vector.
 
@@ -164,9 +307,8 @@ def hitopk(
       inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
       intra: that along which the workers of a node stand. Wherever else an axis is asked for (``jsparse.train_step``,
         ``jsparse.init``, ``jsparse.local_value_and_grad``), pass both: ``(inter, intra)``.
-      density: k / n, above 0 and at most 1, of each shard.
+      density: k / n, above 0 and at most 1, of each shard. It may be left out where ``select`` says it.
       allreduce: the one between the nodes; the paper's, ``allreduce.TopkAllGather()``, by default.
-      select: the selector; the paper's, ``select.MSTopK(density)``, by default.
       wire: as in :func:`sparse_allreduce`, between the nodes; inside them it is ``Full()``.
       scope, dense_below: as in :func:`sparse_allreduce`.
 
@@ -181,218 +323,8 @@ def hitopk(
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section
       3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
     """
-    between = allreduce or TopkAllGather()
-    return SparseAllReduce.of(
-        Config(
-            as_comm(inter),
-            MSTopK(density) if select is None else select,
-            between,
-            wire,
-            scope=scope,
-            dense_below=dense_below,
-            intra=as_comm(intra),
-        )
-    )
 
+    def shards(flat):
+        return Shards(flat.scope, flat.dense_below, intra=as_comm(intra))
 
-def oktopk(
-    comm: CommLike,
-    *,
-    density: float,
-    tau_threshold: int = 32,
-    tau_region: int = 64,
-    split: Literal["all_to_all", "rotate"] = "all_to_all",
-    balance_above: float = 2.0,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """Ok-Topk: the k largest elements of the sum of the workers' top-k.
-
-    Args:
-      comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      tau_threshold, tau_region, split, balance_above: as in :class:`jsparse.allreduce.OkTopk`.
-      select: the selector; ``select.TopK(density)`` by default. The paper's is
-        ``select.ReusedThreshold(density, tau_threshold)``.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
-
-    Returns:
-      A gradient transformation.
-
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full width.
-
-    References:
-      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
-    """
-    reduce = OkTopk(density, tau_threshold, tau_region, split, balance_above)
-    return _sparse(comm, density, reduce, select, wire, scope, dense_below)
-
-
-def gtopk(
-    comm: CommLike,
-    *,
-    density: float,
-    topology: Literal["butterfly", "tree", "allgather"] = "butterfly",
-    put_back: Literal["exact", "paper"] = "exact",
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """gTop-k: the k largest elements of the sum of the workers' top-k, merged in pairs.
-
-    Args:
-      comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      topology, put_back: as in :class:`jsparse.allreduce.GTopk`.
-      select: the selector; ``select.TopK(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
-
-    Returns:
-      A gradient transformation.
-
-    **Cost**: ``2k log P`` words and ``log P`` messages a worker, more for P no power of two; ``4k log P`` and
-    ``2 log P`` for the published tree.
-
-    References:
-      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
-      ICDCS 2019.
-    """
-    return _sparse(comm, density, GTopk(topology, put_back), select, wire, scope, dense_below)
-
-
-def topk_dsa(
-    comm: CommLike,
-    *,
-    density: float,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """TopkDSA: SparCML's dynamic sparse all-reduce of the workers' top-k, by regions, sparse until it fills in.
-
-    The algorithm of :func:`ssar_split_allgather`, by the name under which Ok-Topk's paper compares with it. The density
-    of its result, which the paper's section 5.2 reports, is ``stats(opt_state).updated / n``.
-
-    Args:
-      comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      select: the selector; ``select.TopK(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
-
-    Returns:
-      A gradient transformation.
-
-    **Cost**: ``4k (P-1)/P`` words a worker where all select the same, evenly over the indices, up to ``(2k + n)
-    (P-1)/P`` where the result fills in; more where elements crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
-
-    References:
-      Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA", and section 5.2.
-    """
-    return _sparse(comm, density, SsarSplitAllGather(), select, wire, scope, dense_below)
-
-
-def ssar_recursive_doubling(
-    comm: CommLike,
-    *,
-    density: float,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """SSAR_Rec_Dbl: everyone's top-k, merged in pairs in log P rounds; for few elements and high latency.
-
-    Args:
-      comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      select: the selector; ``select.TopK(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
-
-    Returns:
-      A gradient transformation.
-
-    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker, by how much the workers' choices overlap; more for P no power
-    of two.
-
-    References:
-      Renggli, SparCML thesis, 2017, section 3.3.3.
-    """
-    return _sparse(comm, density, SsarRecursiveDoubling(), select, wire, scope, dense_below)
-
-
-def ssar_split_allgather(
-    comm: CommLike,
-    *,
-    density: float,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """SSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered; for results that stay sparse.
-
-    Args:
-      comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      select: the selector; ``select.TopK(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
-
-    Returns:
-      A gradient transformation.
-
-    **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker, by how much the workers' choices overlap; more where they
-    crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
-
-    References:
-      Renggli, SparCML thesis, 2017, section 3.3.3.
-    """
-    return _sparse(comm, density, SsarSplitAllGather(), select, wire, scope, dense_below)
-
-
-def dsar_split_allgather(
-    comm: CommLike,
-    *,
-    density: float,
-    group: int = 1,
-    select: Selector | None = None,
-    wire: Wire = Full(),
-    scope: Literal["global", "leaf"] = "global",
-    dense_below: int = 0,
-) -> SparseAllReduce:
-    """DSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered densely; for results that fill in.
-
-    Args:
-      comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1.
-      group: as in :class:`jsparse.allreduce.DsarSplitAllGather`: early switching.
-      select: the selector; ``select.TopK(density)`` by default.
-      wire, scope, dense_below: as in :func:`sparse_allreduce`.
-
-    Returns:
-      A gradient transformation.
-
-    **Cost**: ``(2k + n) (P-1)/P`` words a worker; up to ``(2k + n/P) (P-1)`` where each worker's elements crowd in one
-    region.
-
-    References:
-      Renggli, SparCML thesis, 2017, section 3.3.4.
-    """
-    return _sparse(comm, density, DsarSplitAllGather(group), select, wire, scope, dense_below)
-
-
-def _sparse(
-    comm: CommLike,
-    density: float,
-    reduce: AllReduce,
-    select: Selector | None,
-    wire: Wire,
-    scope: Literal["global", "leaf"],
-    dense_below: int,
-) -> SparseAllReduce:
-    """A sparse all-reduce with top-k, unless another selector is given."""
-    select = TopK(density) if select is None else select
-    return SparseAllReduce.of(Config(as_comm(comm), select, reduce, wire, scope=scope, dense_below=dense_below))
+    return of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK, space=shards)

@@ -1,4 +1,4 @@
-"""Where the parts of a state go, when the number of workers changes."""
+"""From how many workers to how many: where each array of a state goes."""
 
 import dataclasses
 import math
@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._engine.synchronise import BucketState, SparseAllReduceState
-from .._train.per_worker import PerWorkerState, ShardedState
-from .._train.placement import PER_WORKER
-from ..allreduce.oktopk import OkTopkState
+from .._engine.state import SparseAllReduceState, WorkerState
+from .._train.per_worker import PerWorkerState
 from .redistribute import interpolate, nearest, redistribute
 
 FIX = (
@@ -35,97 +33,67 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """From how many workers to how many, and on how many nodes: on one level, as many.
+    """From how many workers to how many, and on how many nodes. On one level, each worker is a node.
 
     Attributes:
       old, new: workers.
       old_nodes, new_nodes: nodes.
-      sizes: those of the new mesh's axes.
-      cut: whether a node's workers hold its residual in shards. Otherwise they hold the same, as where gradients are
-        averaged inside a node by one transformation, and between nodes by another.
+      axes: the sizes of the new mesh's axes.
+      cut: whether a node's workers hold its residual in shards. Otherwise they hold the same one, as
+        where one transformation averages gradients inside a node, and another sums between nodes.
     """
 
     old: int
     new: int
     old_nodes: int
     new_nodes: int
-    sizes: Mapping[str, int]
+    axes: Mapping[str, int]
     cut: bool
 
-    def part(self, path: Any, now: Any, old: Any, once: Any) -> Any:
-        """A part of a chain's state, as on one of the new workers, as given, and as on a worker without others."""
-        if isinstance(now, PerWorkerState):
-            parts = jax.tree_util.tree_map_with_path(
-                lambda within, *parts: self._inside((*path, *within), *parts),
-                now.inner,
-                old.inner,
-                once.inner,
-                is_leaf=is_per_worker,
-            )
-            return PerWorkerState(parts)
-        if is_per_worker(now):
-            return self._inside(path, now, old, once)
-        _check(path, now, old, old.shape == now.shape)
-        return old
-
-    def _inside(self, path: Any, now: Any, old: Any, once: Any) -> Any:
-        """A part that differs between workers."""
-        if isinstance(now, SparseAllReduceState):
-            buckets = zip(now.buckets, old.buckets, once.buckets, strict=True)
-            return SparseAllReduceState(
-                self._of_each(path, now.step, old.step),
-                tuple(self._bucket(path, *states) for states in buckets),
-                jax.tree.map(lambda *leaves: self._of_each(path, *leaves), now.report, old.report),
-            )
-        if isinstance(now, ShardedState):
-            size = math.prod(self.sizes[name] for name in now.axis)
-            inner = jax.tree.map(lambda *leaves: self._recut(path, size, *leaves), now.inner, old.inner, once.inner)
-            return ShardedState(inner, now.axis)
-        return self._of_each(path, now, old)
-
-    def _bucket(self, path: Any, now: BucketState, old: BucketState, once: BucketState) -> BucketState:
-        def vector(now, old, once) -> Any:
-            return None if now is None else self._vector(path, now, old, once)
-
-        def state(now, old):
-            if isinstance(now, OkTopkState):
-                others = [self._of_each(path, *leaves) for leaves in zip(now[1:], old[1:], strict=True)]
-                return OkTopkState(self._regions(old.starts, n), *others)
-            return self._of_each(path, now, old, own=True)
-
-        n = next((vector.shape[0] for vector in (now.residual, now.velocity) if vector is not None), None)
-        select, reduce = jax.tree.map(
-            state, (now.select, now.reduce), (old.select, old.reduce), is_leaf=lambda x: isinstance(x, OkTopkState)
-        )
-        residual = vector(now.residual, old.residual, once.residual)
-        return BucketState(residual, select, reduce, vector(now.velocity, old.velocity, once.velocity))
-
-    def _vector(self, path: Any, now: Any, old: np.ndarray, once: Any) -> np.ndarray:
-        """A residual or a velocity."""
-        if not self.cut or self._same_nodes:
-            return self._of_each(path, now, old)
-        _check(path, now, old, old.dtype == now.dtype)
-        nodes = redistribute(old.reshape(self.old_nodes, -1)[:, : once.shape[0]], self.new_nodes, self.old, self.new)
-        filled = now.shape[0] * (self.new // self.new_nodes)
-        return np.pad(nodes, ((0, 0), (0, filled - nodes.shape[1]))).reshape(-1)
-
-    def _of_each(self, path: Any, now: Any, old: Any, own: bool = False) -> Any:
-        """What each worker has one of.
+    def tree(self, now: Any, old: Any, once: Any, *, of_each: bool = False) -> Any:
+        """A tree of states.
 
         Args:
-          path: where it stands.
+          now: as on one of the new workers.
+          old: as given.
+          once: as on a worker without others.
+          of_each: whether arrays that are in no :class:`WorkerState` differ between workers; else they
+            are alike on all.
+        """
+
+        def part(path, now, old, once):
+            try:
+                if isinstance(now, WorkerState):
+                    return now.moved(old, once, self)
+                return self.of_each(now, old) if of_each else self.alike(now, old)
+            except ValueError as error:
+                raise ValueError(f"the state's {jax.tree_util.keystr(path)}: {error}") from error
+
+        return jax.tree_util.tree_map_with_path(
+            part, now, old, once, is_leaf=lambda node: isinstance(node, WorkerState)
+        )
+
+    def alike(self, now: Local, old: Any) -> Any:
+        """An array that is the same on all workers."""
+        _check(now, old, old.shape == now.shape)
+        return old
+
+    def of_each(self, now: Local, old: Any, own: bool = False) -> Any:
+        """An array of which each worker has its own.
+
+        Args:
           now, old: as on one of the new workers; as given.
           own: whether its shape on a worker may depend on their number: then it begins anew.
         """
         fits = old.shape == (self.old * now.shape[0], *now.shape[1:]) or not math.prod(now.shape)
         if own and not fits and old.shape[0] % self.old == 0:
             return ANEW
-        _check(path, now, old, fits)
+        _check(now, old, fits)
         shape = (self.new * now.shape[0], *now.shape[1:])
         if not math.prod(shape):
             return np.zeros(shape, now.dtype)
         rows = old.reshape(self.old, -1)
-        if self._same_nodes:
+        if self.same_nodes:
             rows = _dealt(rows.reshape(self.old_nodes, -1), self.new_nodes)
         elif _alike(rows, self.old // self.old_nodes):
             rows = _dealt(rows[:: self.old // self.old_nodes], self.new_nodes)
@@ -134,34 +102,46 @@ class Move:
             rows = _dealt(rows, self.new)
         return rows.reshape(shape)
 
-    def _regions(self, starts: np.ndarray, n: int | None) -> Any:
-        """Where Ok-Topk's regions begin, the same on all nodes."""
-        if n is None or not self._same_nodes:
+    def vector(self, now: Local, old: Any, once: Local) -> Any:
+        """A vector in the coordinates of the synchroniser's space, such as a residual."""
+        if not self.cut or self.same_nodes:
+            return self.of_each(now, old)
+        _check(now, old, old.dtype == now.dtype and len(old) % self.old == 0)
+        nodes = redistribute(old.reshape(self.old_nodes, -1)[:, : once.shape[0]], self.new_nodes, self.old, self.new)
+        filled = now.shape[0] * (self.new // self.new_nodes)
+        return np.pad(nodes, ((0, 0), (0, filled - nodes.shape[1]))).reshape(-1)
+
+    def boundaries(self, starts: np.ndarray, n: int | None) -> Any:
+        """The first indices of regions of ``n`` elements, the same on all nodes; new ones have equal shares."""
+        if n is None or not self.same_nodes:
             return ANEW
         of_shards = starts.reshape(self.old_nodes, -1, self.old_nodes)[0]
         regions = np.stack([interpolate(row, n, self.new_nodes) for row in of_shards])
         return np.tile(regions.reshape(-1), self.new_nodes)
 
-    def _recut(self, path: Any, size: int, now: Any, old: Any, once: Any) -> Any:
-        """An array of an optimizer that is cut among ``size`` workers; each has a number of its own, all alike."""
-        n = math.prod(once.shape)
+    def recut(self, axis: Sequence[str], now: Local, old: Any, once: Local) -> Any:
+        """An array that is cut among the workers along ``axis``; of a number each has one, all alike."""
+        size, n = math.prod(self.axes[name] for name in axis), math.prod(once.shape)
         if n <= 1:
-            _check(path, now, old, old.shape[1:] == now.shape[1:])
+            _check(now, old, old.shape[1:] == now.shape[1:])
             return nearest(old, size) if n else np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
-        _check(path, now, old, old.shape[1:] == now.shape[1:] and n <= old.size < n + self.old)
+        _check(now, old, old.shape[1:] == now.shape[1:] and n <= old.size < n + self.old)
         whole = np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
         whole.reshape(-1)[:n] = old.reshape(-1)[:n]
         return whole
 
+    def anew(self) -> Any:
+        """In place of an array: what a new run would begin with."""
+        return ANEW
+
     @property
-    def _same_nodes(self) -> bool:
+    def same_nodes(self) -> bool:
+        """Whether a node has as many workers as before."""
         return self.old * self.new_nodes == self.new * self.old_nodes
 
 
-def plan(
-    mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, halved: Mapping[str, Any], gpus: int | None
-) -> Move:
-    """What moves where.
+def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, halved: Mapping[str, Any]) -> Move:
+    """From the workers of a state to those of a mesh.
 
     Args:
       mesh: the new one.
@@ -169,58 +149,55 @@ def plan(
       now, once: the state as on one worker of these, and of one.
       old: the state as given.
       halved: for each axis, the state as on one of two workers along it.
-      gpus: workers in an old node, if that is said.
     """
-    sizes = {name: mesh.shape[name] for name in names}
-    workers, wholes, given = _workers(now, old), _vectors(once), _vectors(old)
+    axes = {name: mesh.shape[name] for name in names}
+    wholes = _vectors(once)
     cut = {
         name
         for name in names
         if any(half.shape != whole.shape for half, whole in zip(_vectors(halved[name]), wholes, strict=True))
     }
-    remembering = [state for state in _ours(once) if jax.tree.leaves(state.buckets)]
+    remembering = [state for state in ours(once) if jax.tree.leaves(state.buckets)]
     within = cut | {name for name in names if any(name not in state.step.axes for state in remembering)}
     if set(names[len(names) - len(within) :]) != within:
         raise ValueError(f"axis is {names}; name the axes between nodes first, and after them {sorted(within)}")
-
-    def possible(gpus):
-        if gpus < 1 or workers % gpus:
-            return False
-        if not cut:
-            return all(_alike(vector.reshape(workers, -1), gpus) for vector in given if len(vector) % workers == 0)
-        return all(_is_of_shards(*pair, workers, gpus) for pair in zip(given, wholes, strict=True))
-
-    new = math.prod(sizes.values())
-    inside = math.prod(sizes[name] for name in within)
-    if not within:
-        gpus = 1
-    elif gpus is None:
-        options = [size for size in range(1, workers + 1) if possible(size)]
-        # Where a node's workers have the same, any number that fits says the same.
-        gpus = options[0] if len(options) == 1 else inside if not cut and inside in options else None
-        if gpus is None and options:
-            raise ValueError(f"a node of the old workers had one of {options}: say how many by gpus=...")
-    if gpus is None or not possible(gpus):
-        raise ValueError(f"the residual is none of {workers} workers in nodes of {gpus or 'any number'}: {FIX}")
-    return Move(workers, new, workers // gpus, new // inside, sizes, bool(cut))
+    workers, nodes = _workers(now, old), _nodes(now, old)
+    if workers % nodes:
+        raise ValueError(f"the state is of {workers} workers on {nodes} nodes: {FIX}")
+    new = math.prod(axes.values())
+    return Move(workers, new, nodes, new // math.prod(axes[name] for name in within), axes, bool(cut))
 
 
 def _workers(now: Any, old: Any) -> int:
     """How many workers a state is of; 1, if it is alike on all."""
-    found = {state.step.shape[0] for state in _ours(old)}
-    for ours, theirs in zip(_leaves(now, PerWorkerState), _leaves(old, PerWorkerState), strict=True):
-        pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
-        found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape) and not _ours(ours)}
+    found = {state.step.shape[0] for state in ours(old)}
+    for here, there in zip(_leaves(now, PerWorkerState), _leaves(old, PerWorkerState), strict=True):
+        pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
+        found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape) and not ours(here)}
     if len(found) > 1:
-        raise ValueError(f"parts of the state are of {sorted(found)} workers: {FIX}")
+        raise ValueError(f"parts of the state have the shape of {sorted(found)} workers: {FIX}")
     return next(iter(found), 1)
 
 
-def _check(path: Any, now: Local, old: Any, fits: bool) -> None:
+def _nodes(now: Any, old: Any) -> int:
+    """How many nodes a state is of, which it says itself: those that hold residuals of their own."""
+    found = set()
+    for here, there in zip(ours(now), ours(old), strict=True):
+        workers, levels = there.step.shape[0], here.sizes.shape[0]
+        if there.sizes.shape != (workers * levels,):
+            raise ValueError(f"the state's sizes have shape {there.sizes.shape} for {workers} workers: {FIX}")
+        if jax.tree.leaves(here.buckets):
+            found.add(int(there.sizes[0]))
+    if len(found) > 1:
+        raise ValueError(f"parts of the state are of {sorted(found)} nodes; carry them one by one")
+    return next(iter(found), _workers(now, old))
+
+
+def _check(now: Local, old: Any, fits: bool) -> None:
     if not fits or (math.prod(now.shape) and old.dtype != now.dtype):
         raise ValueError(
-            f"the state's {jax.tree_util.keystr(path)} has an array of shape {old.shape} and type {old.dtype}; one "
-            f"worker of this chain has one of {now.shape} and {now.dtype}: {FIX}"
+            f"it has an array of shape {old.shape} and type {old.dtype}; one worker of this chain has one of "
+            f"{now.shape} and {now.dtype}: {FIX}"
         )
 
 
@@ -236,26 +213,16 @@ def _alike(rows: Any, gpus: int) -> bool:
     return np.array_equal(rows, np.repeat(rows[::gpus], gpus, axis=0), equal_nan=rows.dtype.kind == "f")
 
 
-def _is_of_shards(vector: np.ndarray, whole: Local, workers: int, gpus: int) -> bool:
-    """Whether a residual may be that of workers in nodes of ``gpus``: by its length, and by the zeros at its end."""
-    n = whole.shape[0]
-    return vector.size == workers * -(-n // gpus) and not vector.reshape(workers // gpus, -1)[:, n:].any()
-
-
 def _vectors(tree: Any) -> list[Any]:
-    """All residuals and velocities."""
-    vectors = [vector for state in _ours(tree) for b in state.buckets for vector in (b.residual, b.velocity)]
-    return [vector for vector in vectors if vector is not None]
+    """All residuals, velocities and the like."""
+    return [leaf for state in ours(tree) for bucket in state.buckets for leaf in jax.tree.leaves(bucket.memory)]
 
 
-def _ours(tree: Any) -> list[Any]:
+def ours(tree: Any) -> list[Any]:
+    """The states of synchronisations in a tree."""
     return _leaves(tree, SparseAllReduceState)
 
 
 def _leaves(tree: Any, kind: type) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
-
-
-def is_per_worker(node: Any) -> bool:
-    return isinstance(node, PER_WORKER)

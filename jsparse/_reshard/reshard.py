@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import varying_axes
 
-from .._train.per_worker import PerWorkerState, per_worker
-from .._train.placement import AxisName, check_axis, init, state_specs
-from .move import ANEW, FIX, Local, is_per_worker, plan
+from .._train.per_worker import per_worker
+from .._train.placement import AxisName, check_axis, state_specs
+from .move import ANEW, FIX, Local, between
 
 
 def reshard(
@@ -24,8 +24,6 @@ def reshard(
     params: optax.Params,
     mesh: Mesh,
     axis: AxisName,
-    *,
-    gpus: int | None = None,
 ) -> optax.OptState:
     """Carries a chain's state to another number of workers, so that what is pending is not lost.
 
@@ -56,15 +54,14 @@ def reshard(
       params: the parameters, of which the shapes and types matter.
       mesh: the new devices.
       axis: the mesh axis, or axes, along which the workers stand; over two levels ``(inter, intra)``.
-      gpus: over two levels the number of workers in a node *before*; by default it follows from the shapes.
 
     Returns:
       The state, placed as :func:`state_specs` says. For ``train_step(..., params="per_worker")`` pass the chain that it
       was given, and begin with the mean of the replicas: ``step.init(mean)._replace(opt_state=...)``.
 
     Raises:
-      ValueError: the mesh lacks the axis; the state is not one of this chain and these parameters; the number of
-        workers in a node is needed and not known.
+      ValueError: the mesh lacks the axis; the state is not one of this chain and these parameters; parts of the
+        state are of different numbers of workers.
 
     Example::
 
@@ -81,16 +78,26 @@ def reshard(
     halved = {name: _local(tx, params, mesh, {name: 2}) for name in names}
     leaves = [_on_host(given, path, leaf) for path, leaf in _paths(now)]
     old = jax.tree.unflatten(jax.tree.structure(now), leaves)
-    move = plan(mesh, names, now, old, once, halved, gpus)
-    carried = jax.tree_util.tree_map_with_path(move.part, now, old, once, is_leaf=is_per_worker)
-    if any(leaf is ANEW for leaf in jax.tree.leaves(carried)):
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, params
-        )
-        fresh = init(tx, zeros, mesh, axis, per_worker=isinstance(now, PerWorkerState))
-        carried = jax.tree.map(lambda leaf, new: new if leaf is ANEW else leaf, carried, fresh)
+    carried = between(mesh, names, now, old, once, halved).tree(now, old, once)
     specs = state_specs(now, axis)
+    begun = _begun(tx, params, mesh, specs, [leaf is ANEW for leaf in jax.tree.leaves(carried)])
+    carried = jax.tree.map(lambda leaf, new: new if leaf is ANEW else leaf, carried, begun)
     return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), carried, specs)
+
+
+def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, specs: Any, wanted: list[bool]) -> Any:
+    """Those leaves of a new run's state that are wanted, and False in place of others, which are not computed."""
+    places, treedef = jax.tree.flatten(specs)
+    if not any(wanted):
+        return jax.tree.unflatten(treedef, wanted)
+
+    def begin():
+        zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), params)
+        return [leaf for leaf, want in zip(jax.tree.leaves(tx.init(zeros)), wanted, strict=True) if want]
+
+    out = [place for place, want in zip(places, wanted, strict=True) if want]
+    found = iter(jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=out))())
+    return jax.tree.unflatten(treedef, [next(found) if want else False for want in wanted])
 
 
 def _matching(

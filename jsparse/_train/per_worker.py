@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 
 class PerWorkerState(NamedTuple):
@@ -15,6 +16,14 @@ class PerWorkerState(NamedTuple):
     """
 
     inner: Any
+
+    def specs(self, axis: Any) -> Any:
+        """The state with a PartitionSpec in place of every leaf."""
+        return jax.tree.map(lambda _: PartitionSpec(axis), self)
+
+    def moved(self, old: "PerWorkerState", once: Any, move: Any) -> "PerWorkerState":
+        """The state among other workers: each part as it moves by itself, or one of its kind for each worker."""
+        return PerWorkerState(move.tree(self.inner, old.inner, once.inner, of_each=True))
 
 
 @jax.tree_util.register_dataclass
@@ -30,12 +39,22 @@ class ShardedState:
     inner: Any
     axis: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
+    def specs(self, axis: Any) -> Any:
+        """The state with a PartitionSpec in place of every leaf: along its own axes, where it has any."""
+        return jax.tree.map(lambda _: PartitionSpec(self.axis or axis), self)
+
+    def moved(self, old: "ShardedState", once: "ShardedState", move: Any) -> "ShardedState":
+        """The state among other workers: joined and cut anew, exactly."""
+        inner = jax.tree.map(lambda *leaves: move.recut(self.axis, *leaves), self.inner, old.inner, once.inner)
+        return ShardedState(inner, self.axis)
+
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Gives the state of a transformation that stands *before* the all-reduce its worker axis.
 
-    Before the all-reduce each worker sees its own gradient, so that momentum, say, differs from worker to worker.
-    Wrapped, it is placed and saved as such; :func:`jsparse.state_specs` refuses a chain that needs this and lacks it.
+    Before the all-reduce each worker sees its own gradient, so its momentum, say, differs from that of
+    others. Wrapped, it is placed and saved as such; :func:`jsparse.state_specs` refuses a chain that
+    needs this and lacks it.
 
     Where workers have parameters of their own, everything differs: wrap the whole chain
     (``train_step(..., params="per_worker")`` does it for you).
@@ -44,8 +63,9 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
       tx: the transformation.
 
     Returns:
-      The same transformation with its state laid out per worker. Initialise it by :func:`jsparse.init`: a state made
-      inside ``shard_map(check_vma=True)`` is typed as alike on all workers until its first update.
+      The same transformation with its state laid out per worker. Initialise it by :func:`jsparse.init`:
+      a state made inside ``shard_map(check_vma=True)`` is typed as alike on all workers until its first
+      update.
 
     Example (momentum correction)::
 

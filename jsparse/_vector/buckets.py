@@ -8,6 +8,7 @@ import jax
 from .layout import Layout
 
 T = TypeVar("T")
+Scope = Literal["global", "leaf"]
 
 
 class Bucket(NamedTuple):
@@ -15,33 +16,34 @@ class Bucket(NamedTuple):
 
     Attributes:
       ids: which leaves.
-      layout: where each stands in the vector.
-      dense: whether it is too small to be worth selecting from.
+      layout: where each leaf stands in the vector.
+      dense: whether the vector always goes densely, because nothing is to be selected from it.
     """
 
     ids: tuple[int, ...]
     layout: Layout
     dense: bool = False
 
-    def of(self, leaves: Sequence[T]) -> list[T]:
+    def take(self, leaves: Sequence[T]) -> list[T]:
+        """Those of all leaves that are in this bucket."""
         return [leaves[i] for i in self.ids]
 
 
-def plan(
+def divide(
     leaves: Sequence[jax.Array],
     *,
-    scope: Literal["global", "leaf"] = "global",
+    scope: Scope = "global",
     dense_below: int = 0,
     bucket_bytes: int | None = None,
 ) -> list[Bucket]:
-    """Divides leaves into buckets; empty leaves are in none.
+    """Divides leaves into buckets. Leaves without elements are in none.
 
     Args:
       leaves: arrays, or anything with their shape, size and dtype.
-      scope: one bucket for all, or one for each leaf.
+      scope: one bucket for all leaves, or one for each leaf.
       dense_below: leaves of fewer elements go into one bucket of their own, marked dense.
-      bucket_bytes: cut the one bucket for all into several of at most so many bytes (or one leaf), from the last leaf
-        to the first: the order in which a backward pass has them ready.
+      bucket_bytes: cut the one bucket for all leaves into several of at most so many bytes (or of one
+        leaf). They are cut from the last leaf to the first: the order of a backward pass.
 
     Raises:
       ValueError: a bucket would have ``2**31`` elements or more.

@@ -9,8 +9,6 @@ from jax.typing import ArrayLike
 
 from kernels_pallas import bitmap, varying_as
 
-from .operator import SCATTER, Operator, neutral
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +47,16 @@ class SparseVector:
         """The elements at places where ``keep`` (broadcast) is true; the others become unused, where they stand."""
         return SparseVector(jnp.where(keep, self.values, 0), jnp.where(keep, self.indices, self.n), self.n)
 
-    def to_dense(self, operator: Operator = "sum") -> jax.Array:
-        """The vector itself, shape ``(n,)``: the runs are combined in order, so the result is the same everywhere.
+    def to_dense(self) -> jax.Array:
+        """The vector itself, shape ``(n,)``. Runs are added in order, so all workers get the same bits."""
+        return self.add_into(jnp.zeros(self.n, self.values.dtype))
 
-        Where no run has an index, stands the operator's neutral element.
-        """
-        return self.reduce_into(neutral(operator, self.n, self.values.dtype), operator)
-
-    def reduce_into(self, dense: jax.Array, operator: Operator = "sum") -> jax.Array:
-        """``dense`` combined with this vector, in place where XLA can: run by run, in order."""
+    def add_into(self, dense: jax.Array) -> jax.Array:
+        """Adds this vector to ``dense``, run by run and in place where XLA can."""
         if self.values.ndim == 1:
-            places = dense.at[self.indices]
-            return getattr(places, SCATTER[operator])(
-                self.values, mode="drop", indices_are_sorted=True, unique_indices=True
-            )
-
-        def reduce(total, run):
-            return run.reduce_into(total, operator), None
-
-        return lax.scan(reduce, varying_as(dense, self.values), self)[0]
+            return dense.at[self.indices].add(self.values, mode="drop", indices_are_sorted=True, unique_indices=True)
+        start = varying_as(dense, self.values)
+        return lax.scan(lambda total, run: (run.add_into(total), None), start, self)[0]
 
     def union(self, words: jax.Array | None = None) -> jax.Array:
         """The bitmap of the indices of all runs, added to ``words`` where given: uint32, ``ceil(n / 32)`` words."""
@@ -89,23 +78,32 @@ class SparseVector:
         """The places of both, one after another: no run, but what ``join`` takes where no index occurs twice."""
         return jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1), b.reshape(-1)]), self, other)
 
-    def merge(self, union: jax.Array | None = None, operator: Operator = "sum") -> "SparseVector":
-        """The same vector as one run: what equal indices hold is combined in the order of their runs.
+    def merge(self, union: jax.Array | None = None) -> "SparseVector":
+        """The same vector as one run: values with equal indices are added in the order of their runs.
 
-        Takes ``n / 32`` words of scratch space and no sort: each element looks its place up in the union of the runs'
-        indices (``union``, where the caller has it).
+        It needs ``n / 32`` words of scratch space and no sort: each element looks up its place in
+        the union of the runs' indices. A caller that has this bitmap already passes it as ``union``.
         """
         if self.values.ndim == 1:
             return self
-        union = self.union() if union is None else union
+        indices, ranks = self.places(self.union() if union is None else union)
+        places = SparseVector(self.values, ranks, indices.shape[0])
+        return SparseVector(places.to_dense(), indices, self.n)
+
+    def places(self, union: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The indices of a union of runs, ascending; and each element's place among them.
+
+        Args:
+          union: the bitmap that :meth:`union` makes.
+
+        Returns:
+          ``(indices, ranks)``: int32 of shape ``(min(runs * capacity, n),)``, padded with ``n``; and
+          int32 of the shape of ``self.indices``. The rank of an unused place is past the end.
+        """
         capacity = min(self.values.size, self.n)
         indices, _ = bitmap.members(union, capacity, self.n)
         ranks = jnp.where(self.indices < self.n, bitmap.rank(union, self.indices), capacity)
-        places = SparseVector(self.values, ranks, capacity)
-        values = places.to_dense(operator)
-        if operator != "sum":
-            values = jnp.where(indices < self.n, values, 0)
-        return SparseVector(values, indices, self.n)
+        return indices, ranks
 
     def concatenate(self, capacity: int) -> "SparseVector":
         """The same vector as one run, where each run's indices lie wholly above those of the run before."""

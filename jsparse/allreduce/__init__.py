@@ -1,8 +1,9 @@
 """All-reduces: how the workers' vectors become their sum."""
 
-from ._base import AllReduce
+from ._base import AllReduce, ReduceReport
 from .dense import Dense
 from .dsar_split_allgather import DsarSplitAllGather
+from .extremum import maximum, minimum
 from .gtopk import GTopk
 from .oktopk import OkTopk, OkTopkState
 from .parameter_server import ParameterServer, ParameterServerState
@@ -21,7 +22,10 @@ __all__ = [
     "ParameterServer",
     "ParameterServerState",
     "Quantized",
+    "ReduceReport",
     "SsarRecursiveDoubling",
     "SsarSplitAllGather",
     "TopkAllGather",
+    "maximum",
+    "minimum",
 ]

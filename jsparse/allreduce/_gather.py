@@ -14,12 +14,10 @@ from jax.typing import DTypeLike
 from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn, one_of
 from .._vector.random import key_of
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Quantizer
-from ..wire import Wire
-from ..wire.formats import as_read, moving
+from ..wire import Compact, Messages
 
 # Lengths that a message may have, in units of an equal share: the smallest that fits is sent.
 PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
@@ -54,7 +52,7 @@ def fitting(count: jax.Array, lengths: Sequence[int]) -> jax.Array:
     return jnp.sum(count > jnp.array(lengths), dtype=jnp.int32)
 
 
-def delta(n: int, dtype: DTypeLike, wire: Wire, among: int | None = None) -> int:
+def delta(n: int, dtype: DTypeLike, wire: Messages, among: int | None = None) -> int:
     """δ, the most elements that take no more words than ``n`` values: ``n * isize / (c + isize)`` at full width.
 
     Renggli, SparCML thesis, section 3.3.2, with values of ``isize`` and indices of ``c`` bytes; indices below
@@ -85,7 +83,14 @@ def quantizer_key(quantize: Quantizer, *numbers: jax.Array) -> jax.Array:
 
 
 def gather_parts(
-    comm: Comm, mine: SparseVector, parts: jax.Array, share: int, *, balance_above: float, step: jax.Array, wire: Wire
+    comm: Comm,
+    mine: SparseVector,
+    parts: jax.Array,
+    share: int,
+    *,
+    balance_above: float,
+    step: jax.Array,
+    wire: Messages,
 ) -> tuple[SparseVector, SparseVector | None]:
     """Gathers each worker's elements everywhere; balances them first where one has many more than its share.
 
@@ -113,14 +118,14 @@ def gather_parts(
     def gather(part: SparseVector) -> tuple[SparseVector, SparseVector | None]:
         message = wire.encode(part)
         everyone = wire.decode(comm.all_gather(message), part.capacity, part.n, part.values.dtype)
-        return everyone, rounding(comm, wire, part, as_read(wire, part, message), widest)
+        return everyone, rounding(comm, wire, part, wire.as_read(part, message), widest)
 
     def direct(length: int) -> tuple[SparseVector, SparseVector | None]:
         everyone, change = gather(mine.window(jnp.int32(0), count, length, bitmap.turn(step, length)))
         return everyone.concatenate(capacity), change
 
     def balanced() -> tuple[SparseVector, SparseVector | None]:
-        everyone, change = gather(_balance(comm, mine, comm.all_gather(count), share, step, moving(wire)))
+        everyone, change = gather(_balance(comm, mine, comm.all_gather(count), share, step, forward(wire)))
         return everyone.join(capacity), change
 
     branches: list[Callable[[], Any]] = [functools.partial(direct, length) for length in lengths]
@@ -131,15 +136,20 @@ def gather_parts(
     return total, change if rounded is None else rounded
 
 
-def round_once(wire: Wire, x: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+def forward(wire: Messages) -> Messages:
+    """The messages in which values that were read once are sent on without another rounding."""
+    return wire if wire.elementwise else Compact().at(wire.step)
+
+
+def round_once(wire: Messages, x: SparseVector) -> tuple[SparseVector, SparseVector | None]:
     """Rounds a run before it goes anywhere, where it is not rounded again on its way; and says what that changed."""
     if wire.lossless or not wire.elementwise:
         return x, None
-    read = as_read(wire, x, wire.encode(x))
+    read = wire.as_read(x, wire.encode(x))
     return read, difference(read, x)
 
 
-def rounding(comm: Comm, wire: Wire, x: SparseVector, read: SparseVector, capacity: int) -> SparseVector | None:
+def rounding(comm: Comm, wire: Messages, x: SparseVector, read: SparseVector, capacity: int) -> SparseVector | None:
     """What a message changed of a run, in ``capacity`` places, where :func:`round_once` left it as it was."""
     return None if wire.elementwise else comm.varying(difference(read, x).resize(capacity))
 
@@ -149,27 +159,8 @@ def difference(a: SparseVector, b: SparseVector) -> SparseVector:
     return SparseVector(a.values - b.values, a.indices, a.n)
 
 
-def gather_parts_sends(
-    n: int, capacity: int, share: int, size: int, *, balance_above: float, dtype: DTypeLike, wire: Wire
-) -> tuple[Cost, Cost]:
-    """What a worker whose elements have room for ``capacity``, of ``n``, sends in :func:`gather_parts`: least, most."""
-
-    def gather(length: int) -> Cost:
-        return collective_cost("all_gather", 4 * wire.words(length, n, dtype), size)
-
-    def exchange(length: int) -> Cost:
-        return collective_cost("all_to_all", 4 * size * moving(wire).words(length, n, dtype), size)
-
-    lengths = _part_lengths(balance_above, share, capacity)
-    branches: list[Cost | tuple[Cost, Cost]] = [gather(length) for length in lengths]
-    if lengths[-1] < capacity:
-        exchanges = [exchange(length) for length in _lengths(BALANCING_LENGTHS, share, share)]
-        branches.append(in_turn(collective_cost("all_gather", 4, size), one_of(*exchanges), gather(share)))
-    return one_of(*branches)
-
-
 def _balance(
-    comm: Comm, mine: SparseVector, counts: jax.Array, share: int, step: jax.Array, wire: Wire
+    comm: Comm, mine: SparseVector, counts: jax.Array, share: int, step: jax.Array, wire: Messages
 ) -> SparseVector:
     """Moves what some workers have above their share to those that have less: each then has at most ``share``."""
     rank = comm.rank()
@@ -189,7 +180,7 @@ def _balance(
 
 
 def exchange_surplus(
-    comm: Comm, mine: SparseVector, counts: jax.Array, share: int | jax.Array, length: int, wire: Wire
+    comm: Comm, mine: SparseVector, counts: jax.Array, share: int | jax.Array, length: int, wire: Messages
 ) -> SparseVector:
     """What others have above their share and this worker below it: a run from each, in messages of ``length``."""
     first, amount = moves(counts, share)

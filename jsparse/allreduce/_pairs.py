@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from .._comm.comm import Comm
 from .._vector.sparse_vector import SparseVector
-from ..wire import Full, Wire
-from ..wire.formats import as_read
+from ..wire import Full, Messages
 
 T = TypeVar("T")
 Message = TypeVar("Message", SparseVector, jax.Array)
@@ -39,7 +38,7 @@ def receives(comm: Comm, pairs: Pairs) -> jax.Array:
     return among(comm, (target for _, target in pairs))
 
 
-def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Wire) -> tuple[SparseVector, SparseVector]:
+def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Messages) -> tuple[SparseVector, SparseVector]:
     """Sends ``x`` from the first of each pair to the second.
 
     Returns:
@@ -47,7 +46,7 @@ def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Wire) -> tuple[Spar
     """
     message = wire.encode(x)
     arrived = wire.decode(comm.ppermute(message, pairs), x.capacity, x.n, x.values.dtype)
-    return as_read(wire, x, message), arrived if len(pairs) == comm.size else arrived.where(receives(comm, pairs))
+    return wire.as_read(x, message), arrived if len(pairs) == comm.size else arrived.where(receives(comm, pairs))
 
 
 def among(comm: Comm, ranks: Iterable[int]) -> jax.Array:
@@ -61,7 +60,7 @@ def either(first: jax.Array, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: jnp.where(first, x, y), a, b)
 
 
-def type_as_alike(comm: Comm, x: Message, wire: Wire) -> Message:
+def type_as_alike(comm: Comm, x: Message, wire: Messages) -> Message:
     """``x``, a run or a dense vector that is alike on all workers, typed so.
 
     What has come through a ``ppermute`` can't be typed as alike. Where types tell (``check_vma=True``), each worker
@@ -70,7 +69,7 @@ def type_as_alike(comm: Comm, x: Message, wire: Wire) -> Message:
     if not comm.typed:
         return x
     if isinstance(x, SparseVector):
-        exact = wire if wire.lossless else Full()
+        exact = wire if wire.lossless else Full().at(wire.step)
         return exact.decode(type_as_alike(comm, exact.encode(x), exact), x.capacity, x.n, x.values.dtype)
     part = -(-x.shape[0] // comm.size)
     parts = jnp.pad(x, (0, part * comm.size - x.shape[0])).reshape(comm.size, part)

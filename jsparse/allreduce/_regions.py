@@ -10,27 +10,23 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn, one_of
-from .._vector.operator import Operator
 from .._vector.sparse_vector import SparseVector
-from ..wire import Wire
-from ..wire.formats import as_read, moving
-from ._gather import delta, exchange_surplus, fitting, halvings, lengths_between, moves, round_once, rounding
+from ..wire import Messages
+from ._gather import delta, exchange_surplus, fitting, forward, halvings, lengths_between, moves, round_once, rounding
 
 T = TypeVar("T")
 # The longest message that is told from longer ones: two of them add up to less than an int32 holds.
 MOST = 2**30 - 1
 
 
-def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire) -> tuple[SparseVector, SparseVector]:
-    """Sends each region's elements to its owner, who combines what arrives, in the order of ranks.
+def split_and_reduce(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
+    """Sends each region's elements to its owner, who adds up what arrives, in the order of ranks.
 
     All messages have the length of the longest, rounded up by at most √2: one ``pmax`` agrees on it.
 
     Args:
       comm: the workers.
       x: this worker's elements, one run.
-      operator: how they are combined.
       wire: the layout of the messages.
 
     Returns:
@@ -46,8 +42,8 @@ def split_and_reduce(comm: Comm, x: SparseVector, operator: Operator, wire: Wire
         rows = x.window(first, counts, length)
         messages = wire.encode(rows)
         received = wire.decode(comm.all_to_all(messages), length, x.n, x.values.dtype)
-        mine = merge_region(received, comm.rank(), block, operator).resize(capacity)
-        return in_place(x, first, as_read(wire, rows, messages)) if not wire.lossless else x, mine
+        mine = merge_region(received, comm.rank(), block).resize(capacity)
+        return in_place(x, first, wire.as_read(rows, messages)) if not wire.lossless else x, mine
 
     return with_length(comm, jnp.max(counts), -(-k // size), k, exchange)
 
@@ -60,16 +56,6 @@ def in_place(x: SparseVector, first: jax.Array, rows: SparseVector) -> SparseVec
     return SparseVector(jnp.where(x.indices < x.n, values, 0), x.indices, x.n)
 
 
-def split_and_reduce_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-    """What a worker sends in :func:`split_and_reduce` at least and at most."""
-    return with_length_sends(
-        -(-k // size),
-        k,
-        size,
-        lambda length: collective_cost("all_to_all", 4 * size * wire.words(length, n, dtype), size),
-    )
-
-
 def with_length(comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], T]) -> T:
     """Sends messages of the least length, of a static few, that holds what the worker with the most has."""
     lengths = lengths_between(least, most)
@@ -79,13 +65,6 @@ def with_length(comm: Comm, count: jax.Array, least: int, most: int, send: Calla
     return comm.switch(index, [functools.partial(send, length) for length in lengths])
 
 
-def with_length_sends(least: int, most: int, size: int, cost: Callable[[int], Cost]) -> tuple[Cost, Cost]:
-    """What a worker sends in :func:`with_length` at least and at most, where a message of a length has this cost."""
-    lengths = lengths_between(least, most)
-    agree = collective_cost("pmax", 4, size) if len(lengths) > 1 else Cost()
-    return in_turn(agree, one_of(*(cost(length) for length in lengths)))
-
-
 def regions(x: SparseVector, parts: int, block: int) -> tuple[jax.Array, jax.Array]:
     """Where each region of ``block`` indices begins in a run, and how many elements it has: int32, ``(parts,)``."""
     starts = jnp.array([min(part * block, x.n) for part in range(parts + 1)], jnp.int32)
@@ -93,14 +72,14 @@ def regions(x: SparseVector, parts: int, block: int) -> tuple[jax.Array, jax.Arr
     return edges[:-1], edges[1:] - edges[:-1]
 
 
-def merge_region(arrived: SparseVector, region: jax.Array, block: int, operator: Operator) -> SparseVector:
+def merge_region(arrived: SparseVector, region: jax.Array, block: int) -> SparseVector:
     """Combines runs of elements of one region, in the region's own indices."""
     own = jnp.where(arrived.indices < arrived.n, arrived.indices - region * block, block)
-    return SparseVector(arrived.values, own, block).merge(operator=operator)
+    return SparseVector(arrived.values, own, block).merge()
 
 
 def gather_regions(
-    comm: Comm, mine: SparseVector, n: int, k: int, operator: Operator, *, step: jax.Array, wire: Wire
+    comm: Comm, mine: SparseVector, n: int, k: int, *, step: jax.Array, wire: Messages
 ) -> tuple[SparseVector | jax.Array, SparseVector | None]:
     """Gathers all regions, in the fewest bytes: sparse as they are, or balanced first, or dense.
 
@@ -112,7 +91,6 @@ def gather_regions(
       mine: this worker's region, a run in its own indices.
       n: length of the whole vector.
       k: the most elements that a worker had before.
-      operator: says what stands where nothing is.
       step: int32 scalar, alike on all workers.
       wire: the layout of sparse messages.
 
@@ -128,7 +106,7 @@ def gather_regions(
     part, rounded = round_once(wire, part)
     mine = SparseVector(part.values, mine.indices, block)
 
-    def words(wire: Wire, length: int) -> int:
+    def words(wire: Messages, length: int) -> int:
         return min(wire.words(length, n, dtype), MOST)
 
     # The words of a message, in each form; every form sends P - 1 of them.
@@ -141,13 +119,13 @@ def gather_regions(
         share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
         even = fitting(share, lengths)
         way = fitting(jnp.max(moves(counts, share)[1]), amounts)
-        together = table[even] + jnp.array([*(words(moving(wire), amount) for amount in amounts), MOST])[way]
+        together = table[even] + jnp.array([*(words(forward(wire), amount) for amount in amounts), MOST])[way]
         balance = (together < cost) & (together <= most)
         cost, length = jnp.where(balance, together, cost), jnp.where(balance, even, direct)
 
         def balanced(amount: int) -> SparseVector:
             own = part.window(jnp.int32(0), jnp.minimum(part.count, share), part.capacity)
-            return own.followed_by(exchange_surplus(comm, part, counts, share, amount, moving(wire))).join(
+            return own.followed_by(exchange_surplus(comm, part, counts, share, amount, forward(wire))).join(
                 part.capacity
             )
 
@@ -158,11 +136,11 @@ def gather_regions(
         sent = part.resize(length)
         message = wire.encode(sent)
         everyone = wire.decode(comm.all_gather(message), length, n, dtype)
-        change = rounding(comm, wire, sent, as_read(wire, sent, message), part.capacity)
-        return everyone.to_dense(operator) if fills else everyone.join(capacity), change
+        change = rounding(comm, wire, sent, wire.as_read(sent, message), part.capacity)
+        return everyone.to_dense() if fills else everyone.join(capacity), change
 
     def dense() -> tuple[jax.Array, SparseVector | None]:
-        total = comm.all_gather(mine.to_dense(operator)).reshape(-1)[:n]
+        total = comm.all_gather(mine.to_dense()).reshape(-1)[:n]
         return total, rounding(comm, wire, part, part, part.capacity)
 
     forms: list[Callable[[], Any]] = [functools.partial(sparse, length) for length in lengths]
@@ -173,25 +151,7 @@ def gather_regions(
     return total, change if rounded is None else rounded
 
 
-def gather_regions_sends(n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-    """What a worker sends in :func:`gather_regions` at least and at most."""
-    block = -(-n // size)
-    lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
-
-    def rows(wire: Wire, length: int) -> int:
-        return 4 * wire.words(length, n, dtype)
-
-    balancing = [
-        Cost(),
-        *(collective_cost("all_to_all", size * rows(moving(wire), amount), size) for amount in amounts),
-    ]
-    forms = [collective_cost("all_gather", rows(wire, length), size) for length in lengths]
-    if fills:
-        forms.append(collective_cost("all_gather", block * jnp.dtype(dtype).itemsize, size))
-    return in_turn(collective_cost("all_gather", 4, size), one_of(*balancing), one_of(*forms))
-
-
-def _region_lengths(n: int, k: int, size: int, dtype: DTypeLike, wire: Wire) -> tuple[list[int], list[int], bool]:
+def _region_lengths(n: int, k: int, size: int, dtype: DTypeLike, wire: Messages) -> tuple[list[int], list[int], bool]:
     """The lengths that a region's sparse message may have, and one that balances; and whether it may be dense.
 
     An equal share of what is left of ``P k`` elements is at most k, and moving as many makes all equal: so a region of

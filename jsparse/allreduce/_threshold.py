@@ -6,12 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import count_above, estimate_kth_magnitude, varying_as
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn, one_of
 
 # Elements that a worker looks at to estimate the magnitudes of ranks.
 SAMPLE = 16384
@@ -77,13 +75,6 @@ def global_threshold(
 
     exactly = due | ~(known | everything)
     return comm.switch(exactly.astype(jnp.int32), [estimate, search], replicated=True)
-
-
-def global_threshold_sends(size: int, dtype: DTypeLike) -> tuple[Cost, Cost]:
-    """What a worker sends in :func:`global_threshold`, at least and at most."""
-    told = collective_cost("all_gather", 4 * 6, size)
-    rounds = collective_cost("psum", 4, size) * (jnp.finfo(dtype).bits - 1)
-    return in_turn(told, one_of(Cost(), rounds + collective_cost("all_gather", 4, size)))
 
 
 def _ranks(part: jax.Array) -> jax.Array:

@@ -1,34 +1,28 @@
 """DSAR_Split_AllGather: a sparse reduce-scatter into dense regions, then a dense gather."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn
-from .._vector.operator import COMBINE, Operator, check_operator
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
-from ..wire import Wire
-from ..wire.formats import as_read
+from ..wire import Messages
+from ._base import AllReduce
 from ._gather import gather_dense
 from ._regions import (
     in_place,
     merge_region,
     regions,
     split_and_reduce,
-    split_and_reduce_sends,
     with_length,
-    with_length_sends,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class DsarSplitAllGather:
+class DsarSplitAllGather(AllReduce):
     """Each worker combines what all have of its region, densely; then all gather the dense regions.
 
     For results that fill in: from δ elements on nothing is sent sparsely that could be sent densely in fewer bytes.
@@ -38,7 +32,6 @@ class DsarSplitAllGather:
       group: early switching. The workers stand in groups of so many, which must divide their number. The members of a
         group split the indices among themselves and become dense; owners of the same region in different groups then
         reduce it by a dense reduce-scatter. With 1 there are no groups: all workers split at once.
-      operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
       quantize: how the dense regions are laid out when they are gathered; ``Exact()`` as they are.
 
     **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P - 1 + 3 log P`` messages; in groups of G
@@ -51,34 +44,31 @@ class DsarSplitAllGather:
       Renggli et al., SparCML, SC 2019 (the dense regions quantized).
     """
 
-    sparse: ClassVar[bool] = True
-
     group: int = 1
-    operator: Operator = "sum"
     quantize: Quantizer = Exact()
 
     def __post_init__(self):
-        check_operator(self.operator)
         if self.group < 1:
             raise ValueError(f"group is {self.group}; it is a number of workers, at least 1")
 
-    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
-        return ()
+    @property
+    def unbiased(self) -> bool:
+        return self.quantize.unbiased
 
     def __call__(
-        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
+        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[jax.Array, SparseVector, tuple[()]]:
         size, members, groups = comm.size, self.group, self._groups(comm.size)
         if members == 1:
-            x, mine = split_and_reduce(comm, x, self.operator, wire)
-            reduced = mine.to_dense(self.operator)
+            x, mine = split_and_reduce(comm, x, wire)
+            reduced = mine.to_dense()
         else:
-            x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), self.operator, wire)
+            x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), wire)
             # Owners of the same region stand ``members`` ranks apart: each reduces a piece of it.
             pieces = _exchange(comm, list(region.reshape(groups, -1)), members)
             reduced = pieces[0]
             for other in pieces[1:]:
-                reduced = COMBINE[self.operator](reduced, other)
+                reduced = reduced + other
         everyone, read = gather_dense(comm, reduced, self.quantize, step)
         if members > 1:
             everyone = everyone.reshape(groups, members, -1).swapaxes(0, 1)
@@ -88,19 +78,6 @@ class DsarSplitAllGather:
         indices = place * reduced.size + lax.iota(jnp.int32, reduced.size)
         rounding = SparseVector(read - reduced, jnp.minimum(indices, x.n), x.n)
         return everyone.reshape(-1)[: x.n], x.followed_by(rounding), state
-
-    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        members, groups = self.group, self._groups(size)
-        piece = -(-n // size) * jnp.dtype(dtype).itemsize
-        gather = collective_cost("all_gather", 4 * self.quantize.words(-(-n // size), dtype), size)
-        if members == 1:
-            return in_turn(split_and_reduce_sends(n, k, size, dtype=dtype, wire=wire), gather)
-
-        def split(length: int) -> Cost:
-            return collective_cost("ppermute", 4 * wire.words(length, n, dtype), size) * (members - 1)
-
-        reduce = collective_cost("ppermute", piece, size) * (groups - 1)
-        return in_turn(with_length_sends(-(-k // members), k, size, split), reduce, gather)
 
     def _groups(self, size: int) -> int:
         if size % self.group:
@@ -112,7 +89,7 @@ class DsarSplitAllGather:
 
 
 def _reduce_in_group(
-    comm: Comm, x: SparseVector, members: int, block: int, operator: Operator, wire: Wire
+    comm: Comm, x: SparseVector, members: int, block: int, wire: Messages
 ) -> tuple[SparseVector, jax.Array]:
     """What others read of ``x``; and this worker's region of its group's vectors, dense: shape ``(block,)``."""
     first, counts = regions(x, members, block)
@@ -122,11 +99,11 @@ def _reduce_in_group(
         rows = x.window(first, counts, length)
         messages = wire.encode(rows)
         arrived = wire.decode(jnp.stack(_exchange(comm, list(messages), 1)), length, x.n, x.values.dtype)
-        mine = merge_region(arrived, comm.rank() % members, block, operator).resize(capacity)
-        return x if wire.lossless else in_place(x, first, as_read(wire, rows, messages)), mine
+        mine = merge_region(arrived, comm.rank() % members, block).resize(capacity)
+        return x if wire.lossless else in_place(x, first, wire.as_read(rows, messages)), mine
 
     read, mine = with_length(comm, jnp.max(counts), -(-x.capacity // members), x.capacity, exchange)
-    return read, mine.to_dense(operator)
+    return read, mine.to_dense()
 
 
 def _exchange(comm: Comm, rows: list[jax.Array], stride: int) -> list[jax.Array]:

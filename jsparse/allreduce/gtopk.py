@@ -7,20 +7,18 @@ index comes back through another branch is in that set, and was never added. Her
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap, select_top_k
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn
 from .._vector.sparse_vector import SparseVector
-from ..wire import Wire
-from ..wire.formats import as_read
+from ..wire import Messages
+from ._base import AllReduce
 from ._gather import difference
 from ._pairs import Pairs, among, butterfly, deliver, either, receives, type_as_alike
 
@@ -28,7 +26,7 @@ TOPOLOGIES = ("butterfly", "tree", "allgather")
 
 
 @dataclasses.dataclass(frozen=True)
-class GTopk:
+class GTopk(AllReduce):
     """Adds sparse vectors in pairs and keeps the k largest elements of each sum; k is the length of their buffers.
 
     Attributes:
@@ -51,8 +49,6 @@ class GTopk:
       ICDCS 2019: Algorithm 3 and 4 (tree), Algorithm 2 (all-gather), Table I.
     """
 
-    sparse: ClassVar[bool] = True
-
     topology: Literal["butterfly", "tree", "allgather"] = "butterfly"
     put_back: Literal["exact", "paper"] = "exact"
 
@@ -62,11 +58,8 @@ class GTopk:
         if self.put_back not in ("exact", "paper"):
             raise ValueError(f'put_back is {self.put_back!r}; choose "exact" or "paper"')
 
-    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
-        return ()
-
     def __call__(
-        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
+        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector, SparseVector, tuple[()]]:
         match self.topology:
             case "butterfly":
@@ -77,26 +70,13 @@ class GTopk:
                 message = wire.encode(x)
                 everyone = wire.decode(comm.all_gather(message), x.capacity, x.n, x.values.dtype)
                 total = _largest(everyone.merge(), x.capacity)
-                delivered = _within(as_read(wire, x, message), total)
+                delivered = _within(wire.as_read(x, message), total)
         if self.put_back == "paper":
             delivered = _within(x, total)
         return total, delivered, state
 
-    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        row = 4 * wire.words(k, n, dtype)
-        message = collective_cost("ppermute", row, size)
-        match self.topology:
-            case "butterfly":
-                into, rounds, out = butterfly(size)
-                fate = collective_cost("ppermute", row + 4 * -(-k // bitmap.WORD), size)
-                return in_turn(*[message for _ in into[:1]], *[message for _ in rounds], *[fate for _ in out[:1]])
-            case "tree":
-                return in_turn(message * (2 * (size - 1).bit_length()))
-            case _:
-                return in_turn(collective_cost("all_gather", row, size))
 
-
-def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, SparseVector]:
+def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
     """Every worker merges in every round; its elements are delivered if their indices survive all of its merges.
 
     All that hold the same sum round it alike when they send it; the first of them has that among its elements.
@@ -135,7 +115,7 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, S
         fate = lax.bitcast_convert_type(bitmap.pack(survived.pop(1)), jnp.int32)
         message = wire.encode(total)
         if not wire.lossless:
-            read = as_read(wire, total, message)
+            read = wire.as_read(total, message)
             mine.append(difference(read, total).where(among(comm, [0])))
             survived.append(mine[-1].indices < x.n)
             total = read
@@ -151,7 +131,7 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, S
     )
 
 
-def _tree(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, SparseVector]:
+def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
     """Algorithm 3. Who rounds or cuts a sum keeps what that takes away: it has delivered that much less."""
     size = comm.size
     distances = [1 << t for t in range((size - 1).bit_length())]
@@ -168,7 +148,7 @@ def _tree(comm: Comm, x: SparseVector, wire: Wire) -> tuple[SparseVector, Sparse
     # The root's message goes on as it is.
     message = wire.encode(total)
     if not wire.lossless:
-        parts.append(difference(as_read(wire, total, message), total).where(among(comm, [0])))
+        parts.append(difference(wire.as_read(total, message), total).where(among(comm, [0])))
     for distance in reversed(distances):
         pairs = [(rank - distance, rank) for rank in range(distance, size, 2 * distance)]
         message = either(receives(comm, pairs), comm.ppermute(message, pairs), message)

@@ -26,7 +26,7 @@ that the bound allows, and what does not fit is not delivered, so that it stays 
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +36,19 @@ from jax.typing import DTypeLike
 from kernels_pallas import bitmap, select_above
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn, one_of
-from .._vector.density import check_density, check_steps, elements_kept
+from .._vector.density import check_steps
 from .._vector.sparse_vector import SparseVector
-from ..wire import Wire
-from ..wire.formats import as_read
-from ._gather import gather_parts, gather_parts_sends
-from ._threshold import global_threshold, global_threshold_sends
+from ..wire import Messages
+from ._base import AllReduce, ReduceReport
+from ._gather import gather_parts
+from ._threshold import global_threshold
 
 
 class OkTopkState(NamedTuple):
     """State of :class:`OkTopk`.
+
+    With another number of workers the regions' boundaries are interpolated, so that the new regions
+    hold equal parts of what the old ones held.
 
     Attributes:
       starts: int32, shape ``(P,)``: the first index of each worker's region.
@@ -60,9 +62,14 @@ class OkTopkState(NamedTuple):
     part: jax.Array
     overflowed: jax.Array
 
+    def moved(self, old: "OkTopkState", move: Any, n: int) -> "OkTopkState":
+        """This state among other workers: see :meth:`jsparse.allreduce.AllReduce.init`."""
+        others = [move.of_each(*leaves) for leaves in zip(self[1:], old[1:], strict=True)]
+        return OkTopkState(move.boundaries(old.starts, n), *others)
+
 
 @dataclasses.dataclass(frozen=True)
-class OkTopk:
+class OkTopk(AllReduce):
     """Reduces by regions, selects the global top-k, and gathers it: the k largest elements of the sum, nearly.
 
     Each worker owns a region of the indices, sums what all send of it, and keeps what reaches a global threshold; the
@@ -70,7 +77,6 @@ class OkTopk:
     the rest waits in the residual, and no element waits for ever.
 
     Attributes:
-      density: k / n, above 0 and at most 1, of the global selection and of the buffers.
       tau_threshold: τ', steps between exact evaluations of the global threshold. In between it is interpolated
         from the magnitudes of a few ranks on each worker, which ride on the exchange of counts.
       tau_region: τ, steps between repartitions of the regions.
@@ -88,16 +94,12 @@ class OkTopk:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, Algorithm 1.
     """
 
-    sparse: ClassVar[bool] = True
-
-    density: float
     tau_threshold: int = 32
     tau_region: int = 64
     split: Literal["all_to_all", "rotate"] = "all_to_all"
     balance_above: float = 2.0
 
     def __post_init__(self):
-        check_density(self.density)
         check_steps("tau_threshold", self.tau_threshold)
         check_steps("tau_region", self.tau_region)
         if self.split not in ("all_to_all", "rotate"):
@@ -110,9 +112,9 @@ class OkTopk:
         return OkTopkState(_even_regions(n, size), jnp.zeros(1, dtype), none, none)
 
     def __call__(
-        self, comm: Comm, x: SparseVector, state: OkTopkState, *, step: jax.Array, wire: Wire
+        self, comm: Comm, x: SparseVector, state: OkTopkState, *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector, SparseVector, OkTopkState]:
-        k = elements_kept(self.density, x.n)
+        k = x.capacity
         share = -(-k // comm.size)
         starts = state.starts
         if k < x.n:
@@ -148,23 +150,8 @@ class OkTopk:
         delivered = delivered.where(bitmap.contains(total.union(), delivered.indices))
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
-    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        k = elements_kept(self.density, n)  # Its own: what was selected beyond the room of a region stays behind.
-        share = -(-k // size)
-        row = 4 * wire.words(share, n, dtype)
-        if self.split == "rotate":
-            split = collective_cost("ppermute", row, size) * (size - 1)
-        else:
-            split = collective_cost("all_to_all", size * row, size)
-        if k < n:
-            boundaries = one_of(Cost(), collective_cost("psum", 4 * size, size))
-            threshold = global_threshold_sends(size, dtype)
-        else:
-            boundaries, threshold = Cost(), collective_cost("all_gather", 4, size)
-        gather = gather_parts_sends(
-            n, min(size * share, n), share, size, balance_above=self.balance_above, dtype=dtype, wire=wire
-        )
-        return in_turn(boundaries, split, threshold, gather)
+    def report(self, state: OkTopkState) -> ReduceReport:
+        return ReduceReport(state.overflowed[0], state.threshold[0])
 
 
 def _even_regions(n: int, size: int) -> jax.Array:
@@ -183,7 +170,7 @@ def _space_repartition(comm: Comm, x: SparseVector, starts: jax.Array) -> jax.Ar
 
 
 def _split_and_reduce(
-    comm: Comm, x: SparseVector, starts: jax.Array, share: int, *, rotate: bool, step: jax.Array, wire: Wire
+    comm: Comm, x: SparseVector, starts: jax.Array, share: int, *, rotate: bool, step: jax.Array, wire: Messages
 ) -> tuple[SparseVector, SparseVector]:
     """Sends each region's elements to its owner, and sums what arrives (line 8).
 
@@ -193,7 +180,7 @@ def _split_and_reduce(
     edges = jnp.searchsorted(x.indices, jnp.append(starts, x.n)).astype(jnp.int32)
     sent = x.window(edges[:-1], edges[1:] - edges[:-1], share, bitmap.turn(step, share))
     messages = wire.encode(sent)
-    sent = as_read(wire, sent, messages)
+    sent = wire.as_read(sent, messages)
     if not rotate:
         return sent, wire.decode(comm.all_to_all(messages), share, x.n, x.values.dtype).merge()
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn
-from ..wire import Wire
+from ..wire import Messages
+from ._base import AllReduce
 from ._pairs import receives, type_as_alike
 
 
@@ -24,7 +24,7 @@ class ParameterServerState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ParameterServer:
+class ParameterServer(AllReduce):
     """Sums dense vectors at one worker, the root (rank 0), in the order of ranks, and sends the sum to each from there.
 
     Attributes:
@@ -53,14 +53,11 @@ class ParameterServer:
         return ParameterServerState(tuple(jnp.zeros(n, dtype) for _ in range(self.staleness)))
 
     def __call__(
-        self, comm: Comm, x: jax.Array, state: ParameterServerState, *, step: jax.Array, wire: Wire
+        self, comm: Comm, x: jax.Array, state: ParameterServerState, *, step: jax.Array, wire: Messages
     ) -> tuple[jax.Array, jax.Array, ParameterServerState]:
         sent, *waiting = *state.waiting, x
         total = type_as_alike(comm, _distribute(comm, _reduce(comm, sent)), wire)
         return total, sent, ParameterServerState(tuple(waiting))
-
-    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        return in_turn(collective_cost("ppermute", n * jnp.dtype(dtype).itemsize, size) * (2 * (size - 1)))
 
 
 def _reduce(comm: Comm, x: jax.Array) -> jax.Array:

@@ -12,14 +12,14 @@ from jax.typing import DTypeLike
 from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn
 from ..quantize import Codebook, Quantizer
-from ..wire import Wire
+from ..wire import Messages
+from ._base import AllReduce
 from ._gather import gather_dense, quantizer_key
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized:
+class Quantized(AllReduce):
     """Sums dense vectors that every worker quantizes: in the order of ranks, each for itself.
 
     What rounding takes away is not delivered: with error feedback it is in the residual.
@@ -54,11 +54,12 @@ class Quantized:
                 "wire.Compact(...); quantize a dense vector with quantize.Block8() or QSGD(levels=7), of 8 and 4 bits"
             )
 
-    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
-        return ()
+    @property
+    def unbiased(self) -> bool:
+        return self.quantize.unbiased
 
     def __call__(
-        self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Wire
+        self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[jax.Array, jax.Array, tuple[()]]:
         key = quantizer_key(self.quantize, step, comm.rank())
         n, dtype = x.shape[0], x.dtype
@@ -106,14 +107,6 @@ class Quantized:
 
     def _read(self, message: jax.Array, like: jax.Array) -> jax.Array:
         return self.quantize.decode(message, like.shape[0], like.dtype)
-
-    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        row = 4 * self.quantize.words(_block(n, size) if self.split else n, dtype)
-        gather = collective_cost("all_gather", row, size)
-        if not self.split:
-            return in_turn(gather)
-        around = collective_cost("ppermute", row, size) * (size - 1)
-        return in_turn(around if self.split == "ring" else collective_cost("all_to_all", size * row, size), gather)
 
 
 def _block(n: int, size: int) -> int:

@@ -2,22 +2,20 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
-from .._comm.metered import Cost, collective_cost, in_turn, one_of
-from .._vector.operator import COMBINE, Operator, check_operator, neutral
 from .._vector.sparse_vector import SparseVector
-from ..wire import Wire
+from ..wire import Messages
+from ._base import AllReduce
 from ._gather import delta, difference, fitting, lengths_between
 from ._pairs import Pairs, among, butterfly, deliver, either, receives, type_as_alike
-from ._regions import with_length, with_length_sends
+from ._regions import with_length
 
 
 class Filling(NamedTuple):
@@ -35,14 +33,13 @@ class Filling(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SsarRecursiveDoubling:
+class SsarRecursiveDoubling(AllReduce):
     """In the t-th round workers that are ``2**(t-1)`` apart exchange all they have, and both merge it.
 
     Everything that is selected is delivered. A vector that has more than δ elements goes densely from then on: each
     round's data say so. Workers beyond a power of two hand theirs to another first, and get the result from it.
 
     Attributes:
-      operator: ``"sum"``, ``"max"`` or ``"min"``, over the workers that have an index. Gradients are summed.
 
     **Cost**: with messages as long as the data, ``2k log P`` words where all workers have the same indices,
     ``2k (P-1)`` where no two share one, and in each round at most ``n``; ``log P`` messages, and ``2 log P`` more for
@@ -56,18 +53,8 @@ class SsarRecursiveDoubling:
       section 4.1.2 and the summations of 4.1.3.
     """
 
-    sparse: ClassVar[bool] = True
-
-    operator: Operator = "sum"
-
-    def __post_init__(self):
-        check_operator(self.operator)
-
-    def init(self, n: int, size: int, dtype: DTypeLike) -> tuple[()]:
-        return ()
-
     def __call__(
-        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Wire
+        self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector | jax.Array, SparseVector | jax.Array, tuple[()]]:
         into, rounds, out = butterfly(comm.size)
         k, total = x.capacity, self._settle(x, wire)
@@ -86,11 +73,11 @@ class SsarRecursiveDoubling:
         for t, pairs in enumerate([into, *rounds] if into else rounds):
             other = exchange(pairs, 1 << max(t - bool(into), 0))
             if isinstance(total, SparseVector) and isinstance(other, SparseVector):
-                total = self._settle(total.beside(other).merge(operator=self.operator), wire)
+                total = self._settle(total.beside(other).merge(), wire)
             elif isinstance(total, Filling) and isinstance(other, Filling):
                 union = total.union | other.union
                 count = jnp.where(other.count == x.n, x.n, bitmap.count(union))
-                total = Filling(COMBINE[self.operator](total.values, other.values), union, count)
+                total = Filling(total.values + other.values, union, count)
         if out:
             read, arrived = self._send(comm, total, k, out, wire)
             if not wire.lossless:
@@ -98,36 +85,17 @@ class SsarRecursiveDoubling:
             total = either(receives(comm, out), arrived, read)
         delivered = _sum(x, rounded) if rounded else x
         if isinstance(total, SparseVector):
-            return _replicate(comm, total, k, wire), delivered, state
+            return _type_as_alike(comm, total, k, wire), delivered, state
         return type_as_alike(comm, total.values, wire), delivered, state
 
-    def sends(self, n: int, k: int, size: int, *, dtype: DTypeLike, wire: Wire) -> tuple[Cost, Cost]:
-        into, rounds, out = butterfly(size)
-        most, capacity, parts = delta(n, dtype, wire), k, []
-
-        def message(length: int) -> Cost:
-            return collective_cost("ppermute", 4 * wire.words(length, n, dtype), size)
-
-        def exchange() -> tuple[Cost, Cost]:
-            if capacity <= most:
-                return with_length_sends(k, capacity, size, message)
-            forms = [message(length) for length in lengths_between(min(k, most), most)]
-            dense = collective_cost("ppermute", n * jnp.dtype(dtype).itemsize, size)
-            return in_turn(collective_cost("pmax", 4, size), one_of(*forms, dense))
-
-        for _ in [*into[:1], *rounds]:
-            parts.append(exchange())
-            capacity = min(2 * capacity, n)
-        return in_turn(*parts, *(exchange() for _ in out[:1]))
-
-    def _settle(self, x: SparseVector, wire: Wire) -> SparseVector | Filling:
+    def _settle(self, x: SparseVector, wire: Messages) -> SparseVector | Filling:
         """The vector in the form that it can stay in: sparse where it has no room for more than δ elements."""
         if x.capacity <= delta(x.n, x.values.dtype, wire):
             return x
-        return Filling(x.to_dense(self.operator), x.union(), x.count)
+        return Filling(x.to_dense(), x.union(), x.count)
 
     def _send(
-        self, comm: Comm, x: SparseVector | Filling, k: int, pairs: Pairs, wire: Wire
+        self, comm: Comm, x: SparseVector | Filling, k: int, pairs: Pairs, wire: Messages
     ) -> tuple[SparseVector | Filling, SparseVector | Filling]:
         """What others read of ``x``, and what arrived here."""
         if isinstance(x, Filling):
@@ -139,7 +107,7 @@ class SsarRecursiveDoubling:
 
         return with_length(comm, x.count, k, x.capacity, send)
 
-    def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Wire) -> tuple[Filling, Filling]:
+    def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Messages) -> tuple[Filling, Filling]:
         """Exchanges vectors sparsely, or densely where a worker's has more than δ elements."""
         n, dtype = x.values.shape[0], x.values.dtype
         most = delta(n, dtype, wire)
@@ -151,11 +119,10 @@ class SsarRecursiveDoubling:
             own = x
             if not wire.lossless:
                 own = x._replace(values=x.values.at[indices].set(read.values, mode="drop"))
-            return own, Filling(arrived.to_dense(self.operator), arrived.union(), arrived.count)
+            return own, Filling(arrived.to_dense(), arrived.union(), arrived.count)
 
         def densely() -> tuple[Filling, Filling]:
             arrived = comm.ppermute(x.values, pairs)
-            arrived = jnp.where(receives(comm, pairs), arrived, neutral(self.operator, n, dtype))
             return x, Filling(arrived, jnp.zeros_like(x.union), jnp.int32(n))
 
         lengths = lengths_between(min(k, most), most)
@@ -179,7 +146,7 @@ def _sum(x: SparseVector, others: list[SparseVector | jax.Array]) -> SparseVecto
     return sum(dense[1:], dense[0]).at[sparse.indices].add(sparse.values, mode="drop")
 
 
-def _replicate(comm: Comm, x: SparseVector, k: int, wire: Wire) -> SparseVector:
+def _type_as_alike(comm: Comm, x: SparseVector, k: int, wire: Messages) -> SparseVector:
     if not comm.typed:
         return x
     lengths = lengths_between(k, x.capacity)

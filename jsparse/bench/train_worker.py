@@ -18,8 +18,7 @@ from flax import nnx
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 
-from .._engine.config import Config
-from .._train.placement import stats
+from .._train.stats import stats
 from .._train.step import train_step
 from .forms import FORMS, Form
 from .images import Images, load
@@ -118,9 +117,8 @@ class Trainer:
         jax.block_until_ready(step(step.init(self._params), next(self._batches())))
         local, grads = self._local_step(sgd)
         parts = {"computation": local}
-        config = tx.config
-        if isinstance(config, Config) and config.select is not None:
-            parts["selection"] = Selecting(config, grads)
+        if tx.synchroniser.reducer.sparse:
+            parts["selection"] = Selecting(tx.synchroniser, grads)
         alone = {f"{name}_ms": time_steps(part, self._meter.agree, job.repeats) for name, part in parts.items()}
         for number, rate in enumerate(job.rates, done):
             ask_for_rate(rate)

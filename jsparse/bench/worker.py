@@ -1,6 +1,5 @@
 """One host's part in ``jsparse bench network``: synchronises by every form, and times and counts it."""
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -15,11 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
 from .._comm.traffic import traffic
-from .._engine.config import Config
-from .._engine.memory import accumulate
-from .._engine.sync import sync
-from .._engine.transform import SparseAllReduce
-from .._vector.layout import Layout
+from .._engine.transform import SparseAllReduce, sync
+from .._vector.pending import Pending
 from .alone import Alone
 from .forms import FORMS, Form
 from .job import Job, Meter, ask_for_rate, gradients, tell
@@ -99,20 +95,17 @@ class Worker:
 
     def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
         """Programs of this host alone: its computing, and its accumulation and selection."""
-        config = tx.config
-        assert isinstance(config, Config)
         sizes = dict(self._mesh.shape)
 
         def lone(comm: Any) -> Any:
             axes = (comm.axis,) if isinstance(comm.axis, str) else comm.axis
             return Alone(int(np.prod([sizes[axis] for axis in axes])))
 
-        intra = None if config.intra is None else lone(config.intra)
-        config = dataclasses.replace(config, comm=lone(config.comm), intra=intra)
+        alone = tx.synchroniser.over(*map(lone, tx.synchroniser.levels))
         programs: dict[str, Callable[[], None]] = {}
-        programs["computing"] = Whole(SparseAllReduce.of(config), self._mesh, self._grads, dense_update=dense_update)
-        if config.select is not None:
-            programs["selection"] = Selecting(config, [grad.addressable_data(0) for grad in self._grads])
+        programs["computing"] = Whole(SparseAllReduce.of(alone), self._mesh, self._grads, dense_update=dense_update)
+        if alone.reducer.sparse:
+            programs["selection"] = Selecting(alone, [grad.addressable_data(0) for grad in self._grads])
         return programs
 
 
@@ -184,18 +177,18 @@ class Whole:
 class Selecting:
     """Accumulation and selection alone."""
 
-    def __init__(self, config: Any, grads: list[jax.Array]):
-        n = config.length(grads[0].shape[0])
+    def __init__(self, synchroniser: Any, grads: list[jax.Array]):
+        (bucket,) = synchroniser.space.buckets([jax.ShapeDtypeStruct(grads[0].shape, grads[0].dtype)])
+        layout, select = synchroniser.space.layout(bucket), synchroniser.reducer.select
 
         def step(grad, residual, state, number):
-            leaf = grad[:n]
-            # Not a constant, with which XLA adds in another, slower way than in a step.
-            acc = accumulate(Layout.of([leaf]), residual, [leaf], number >= 0, 1)
-            x, state = config.select(acc, state, number, jnp.int32(0))
+            # The condition is no constant, with which XLA would add in another, slower way than in a step.
+            pending = Pending(residual, [grad[: layout.n]], number >= 0, layout, float(jnp.finfo(layout.dtype).max))
+            acc, x, state = select.accumulate_and_select(pending, state, number, jnp.int32(0))
             # What was selected is delivered, and all the rest stays.
             return acc, x, state
 
-        self._state = jnp.zeros(n), config.select.init(n, jnp.float32)
+        self._state = jnp.zeros(layout.n), select.init(layout.n, jnp.float32)
         arguments = grads[0], *self._state, jnp.int32(0)
         self._run = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
         self._grads, self._number = itertools.cycle(grads), 0

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
-from .._comm.metered import Cost, collective_cost
+from .._comm.cost import Cost, collective_cost
 
 # The axes along which workers stand: the network's two levels.
 BETWEEN, INSIDE = "nodes", "gpus"

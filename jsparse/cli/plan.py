@@ -11,7 +11,7 @@ import rich.console
 import rich.table
 
 from .. import cost
-from .._comm.metered import Cost
+from .._comm.cost import Cost
 from .._presets.files import presets
 from .._vector.density import check_density, elements_kept
 from ..bench.output import put_out, pyplot

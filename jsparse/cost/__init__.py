@@ -1,6 +1,8 @@
 """What a synchronisation costs: the papers' α-β models, and what this library sends."""
 
-from .predict import ALGORITHMS, DENSE, DIFFERING, Load, Node, Prediction, choose, exact, expected_union, link, predict
+from .exact import exact
+from .models import expected_union
+from .predict import ALGORITHMS, DENSE, DIFFERING, Load, Node, Prediction, choose, link, predict
 
 __all__ = [
     "ALGORITHMS",

@@ -1,4 +1,4 @@
-"""What a synchronisation costs: the papers' α-β models, and exactly what this library sends.
+"""What a synchronisation costs by the papers' α-β models.
 
 A message of L words (of 4 bytes) takes ``α + β L`` seconds; a sparse element is two words, its value and its index.
 ``log`` is to base 2 and rounded up: that is how many rounds a number of workers takes that is no power of two. Time for
@@ -6,37 +6,11 @@ computing, selecting and summing is not in the model.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from .._comm.comm import AxisComm
-from .._comm.metered import Cost, collective_cost, in_turn, one_of
-from .._engine.a2sgd import A2SGD
-from .._engine.config import Config, Phases
-from .._engine.space import sends as sends_inside
-from .._engine.transform import SparseAllReduce
-from .._vector.sparse_vector import SparseVector
-from .models import MODELS, Cluster, expected_union
-
-__all__ = [
-    "ALGORITHMS",
-    "DENSE",
-    "DIFFERING",
-    "Load",
-    "Node",
-    "Prediction",
-    "choose",
-    "exact",
-    "expected_union",
-    "link",
-    "predict",
-]
+from .models import MODELS, Cluster
 
 
 def _check_link(alpha: float, beta: float) -> None:
@@ -192,79 +166,6 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
         return expected if algorithm in DENSE else expected + selection
 
     return min((name for name in ALGORITHMS if name not in DIFFERING), key=seconds)
-
-
-def exact(tx: SparseAllReduce | A2SGD, params: Any, size: int | tuple[int, int]) -> tuple[Cost, Cost]:
-    """What a worker sends in one ``tx.update``, in this implementation: bytes and messages, by closed formulas.
-
-    It is what :func:`jsparse.traffic` reads off the traced program, at less expense. What typing a result under
-    ``check_vma=True`` costs some algorithms comes on top. The most is that of every part's dearest branch, which no
-    data may take all at once.
-
-    Args:
-      tx: a preset, or :func:`jsparse.sparse_allreduce`; not a chain.
-      params: the parameters, or their shapes and types (``jax.ShapeDtypeStruct``).
-      size: P; over two levels nodes, and workers of a node.
-
-    Returns:
-      The least, and the most: each has ``bytes`` and ``messages``.
-
-    >>> least, most = exact(jsparse.topk_allgather("data", density=0.01), jnp.zeros(10_000), 8)
-    >>> least == most, most.bytes, most.messages
-    (True, 5614, 9)
-    """
-    sizes = size if isinstance(size, tuple) else (size,)
-    if len(sizes) != (1 if isinstance(tx, A2SGD) else len(tx.config.levels)):
-        raise ValueError(f"size is {size}; give one number, and two, (nodes, workers of a node), for hitopk and torus")
-    if isinstance(tx, A2SGD):
-        return in_turn(tx.config.sends(params, sizes[0]))
-    config = tx.config
-    if isinstance(config, Phases):
-        # One exchange opens the step, whatever the phase.
-        opening = [collective_cost("pmax", 8, level) for level in sizes]
-        return in_turn(*opening, one_of(*(_buckets(stage, params, sizes)[0] for stage in config.stages)))
-    parts, stateful = _buckets(config, params, sizes)
-    # With a state to spoil, a step agrees on its number and on whether a gradient is not finite: at once, or, where
-    # several buckets have one, at the beginning and at the end.
-    agreed = {0: [], 1: [8]}.get(stateful, [4, 4])
-    return in_turn(*(collective_cost("pmax", payload, level) for payload in agreed for level in sizes), parts)
-
-
-def _buckets(config: Config, params: Any, sizes: tuple[int, ...]) -> tuple[tuple[Cost, Cost], int]:
-    """What a worker sends for all its buckets, and how many of them have a state."""
-    stateful, parts = 0, []
-    for bucket in config.plan(params):
-        how, dtype = config.of(bucket), bucket.layout.dtype
-        n = -(-bucket.layout.n // math.prod(sizes[1:]))
-        handed, state = jax.eval_shape(functools.partial(_begin, how, n, sizes[0], dtype))
-        stateful += bool(jax.tree.leaves(state))
-        parts.append(how.allreduce.sends(n, handed.shape[0], sizes[0], dtype=dtype, wire=how.wire))
-        for gpus in sizes[1:]:
-            total = jax.eval_shape(functools.partial(_total, how, n, sizes[0], dtype))
-            parts.append(sends_inside(total, bucket.layout.n, gpus))
-    return in_turn(*parts), stateful
-
-
-def _total(how: Config, n: int, size: int, dtype: DTypeLike) -> SparseVector | jax.Array:
-    """What the all-reduce returns, or as long."""
-    values, (_, *_, state) = _begin(how, n, size, dtype)
-    x = values if how.select is None else SparseVector(values, jnp.zeros(values.shape, jnp.int32), n)
-
-    def reduce(x):
-        return how.allreduce(AxisComm("workers"), x, state, step=jnp.int32(0), wire=how.wire)[0]
-
-    everyone = jax.vmap(reduce, in_axes=None, axis_name="workers", axis_size=size)(x)
-    return jax.tree.map(lambda leaf: leaf[0], everyone)
-
-
-def _begin(how: Config, n: int, size: int, dtype: DTypeLike) -> tuple[jax.Array, Any]:
-    """What is handed to the all-reduce, or as long; and what is carried from step to step."""
-    acc, reduce = jnp.zeros(n, dtype), how.allreduce.init(n, size, dtype)
-    own = [acc for kept in (how.error_feedback, how.momentum) if kept]
-    if how.select is None:
-        return acc, (own, reduce)
-    chosen, state = how.select(acc, how.select.init(n, dtype), jnp.int32(0), jnp.int32(0))
-    return chosen.values, (own, state, reduce)
 
 
 #: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.

@@ -1,7 +1,7 @@
 """What selectors have in common."""
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,27 @@ from jax.typing import ArrayLike, DTypeLike
 from kernels_pallas import bitmap, select_above
 
 from .._vector.density import check_density
+from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 
 
-class Selector(Protocol):
+class Selector:
     """Chooses the elements of a vector that are sent: a frozen dataclass of hyperparameters.
 
-    Its state has at least the fields of :class:`SelectorState`. Zeros and NaN are never selected. At density 1 all
-    other elements are.
+    Inherit from this class. Zeros and NaN are never selected. At density 1 all other elements are.
+
+    Attributes:
+      density: k / n, above 0 and at most 1.
     """
 
+    density: float
+
     def init(self, n: int, dtype: DTypeLike) -> Any:
-        """The state for vectors of length ``n``: a NamedTuple of arrays, each with one axis."""
-        ...
+        """The state for vectors of length ``n``.
+
+        A NamedTuple of arrays, each with one axis. It has at least the fields of :class:`SelectorState`.
+        """
+        raise NotImplementedError
 
     def __call__(self, acc: jax.Array, state: Any, step: jax.Array, rank: jax.Array) -> tuple[SparseVector, Any]:
         """Selects.
@@ -31,21 +39,36 @@ class Selector(Protocol):
           acc: the vector, shape ``(n,)``, float32 or float64.
           state: from ``init`` or from the step before.
           step: int32 scalar, alike on all workers.
-          rank: int32 scalar, this worker's number, for what is random and differs between workers.
+          rank: int32 scalar: this worker's number, for random choices that differ between workers.
 
         Returns:
           The selected elements, as one run, and the new state.
         """
-        ...
+        raise NotImplementedError
+
+    def accumulate_and_select(
+        self, pending: Pending, state: Any, step: jax.Array, rank: jax.Array
+    ) -> tuple[jax.Array, SparseVector, Any]:
+        """Adds the vector up and selects from it; a selector that can do both in one pass overrides this.
+
+        Args:
+          pending: the vector.
+          state, step, rank: as when called.
+
+        Returns:
+          The vector, shape ``(n,)``; the selected elements; and the new state.
+        """
+        acc = pending.add_up()
+        return acc, *self(acc, state, step, rank)
 
 
 class SelectorState(NamedTuple):
     """What a selector reports.
 
     Attributes:
-      threshold: shape ``(1,)``: the magnitude at or above which elements qualified; the smallest selected one, where
-        others of that magnitude may not have.
-      selected: shape ``(1,)``, int32: how many qualified, including what overflowed the buffer.
+      threshold: shape ``(1,)``: elements of at least this magnitude qualified. Where others of the
+        same magnitude may not have qualified, it is the smallest selected magnitude.
+      selected: int32, shape ``(1,)``: how many qualified, those that overflowed the buffer included.
     """
 
     threshold: jax.Array
@@ -53,8 +76,8 @@ class SelectorState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByDensity:
-    """A selector of a share of the elements that keeps nothing from step to step but what it reports."""
+class ByDensity(Selector):
+    """A selector that keeps nothing from step to step but what it reports."""
 
     density: float
 
@@ -66,13 +89,13 @@ class ByDensity:
 
 
 def report(x: SparseVector, selected: jax.Array) -> SelectorState:
-    """The state after selecting ``x`` by other means than a threshold: its smallest magnitude, 0 if it is empty."""
+    """The state of a selector without a threshold: it reports the smallest magnitude of ``x``, or 0."""
     smallest = jnp.min(jnp.where(x.indices < x.n, jnp.abs(x.values), jnp.inf))
     return SelectorState(jnp.where(x.count > 0, smallest, 0)[None], selected[None])
 
 
 def take_indices(acc: jax.Array, indices: jax.Array) -> tuple[SparseVector, SelectorState]:
-    """The elements at ascending indices, padded with n, without those that are zero or NaN."""
+    """Takes the elements at these indices, which ascend and end with padding, except zeros and NaN."""
     n = acc.shape[0]
     values, places, count = select_above(acc.at[indices].get(mode="fill", fill_value=0), 0, indices.shape[0])
     x = SparseVector(values, indices.at[places].get(mode="fill", fill_value=n), n)
@@ -82,7 +105,10 @@ def take_indices(acc: jax.Array, indices: jax.Array) -> tuple[SparseVector, Sele
 def take_members(
     acc: jax.Array, words: jax.Array, capacity: int, start: ArrayLike = 0
 ) -> tuple[SparseVector, SelectorState]:
-    """The elements that a bitmap marks, without those that are zero or NaN; round a circle, if they are too many."""
+    """Takes the elements that a bitmap marks, except zeros and NaN.
+
+    If they are too many, it takes ``capacity`` of them, round a circle that begins at ``start``.
+    """
     indices, count = bitmap.members(words, capacity, acc.shape[0], start)
     x, state = take_indices(acc, indices)
     return x, state._replace(selected=state.selected + jnp.maximum(count - capacity, 0))

@@ -8,20 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas import accumulate_and_select, bitmap, count_above, select_above, varying_as
+from kernels_pallas import accumulate_and_select, bitmap, choose, count_above, select_above, varying_as
 
 from .._vector.density import check_density, elements_kept
+from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
-from ._base import SelectorState
+from ._base import Selector, SelectorState
 
 
-class AboveThreshold:
-    """A selector of what reaches a threshold that few elements of the vector tell, or none.
+class AboveThreshold(Selector):
+    """A selector whose threshold depends on few elements of the vector, or on none.
 
-    So a kernel can accumulate and select in one pass over the vector, which nobody has to write down before.
+    On a GPU one kernel then adds the vector up and selects from it in one pass over memory.
     """
-
-    density: float
 
     def threshold_of(self, acc: jax.Array) -> jax.Array:
         """The threshold: a scalar of the type of ``acc``."""
@@ -33,19 +32,22 @@ class AboveThreshold:
         return take_above(acc, self.threshold_of(acc), self.density, step)
 
     def accumulate_and_select(
-        self, grad: jax.Array, residual: jax.Array, step: jax.Array, *, keep: jax.Array, limit: float, interpret: bool
+        self, pending: Pending, state: SelectorState, step: jax.Array, rank: jax.Array
     ) -> tuple[jax.Array, SparseVector, SelectorState]:
-        """Selects from ``residual + grad`` by a kernel for GPUs: ``acc``, in place of the residual, and as when called.
+        """As in :class:`Selector`. The kernel takes one part that is added to a vector."""
+        plain = super().accumulate_and_select
+        if pending.vector is None or len(pending.parts) != 1:
+            return plain(pending, state, step, rank)
+        forms = {"xla": plain, "triton": self._in_one_pass}
+        return choose(None, forms, pending, state, step, rank)
 
-        Args:
-          grad, residual: shape ``(n,)``.
-          step: int32 scalar, alike on all workers.
-          keep: bool scalar: whether the gradient counts; where not, nothing is selected.
-          limit: to which magnitudes ``acc`` is clipped.
-          interpret: whether the kernel runs in an interpreter.
-        """
-        n = residual.shape[0]
-        # Of this only what tells the threshold is ever computed.
+    def _in_one_pass(
+        self, pending: Pending, state: SelectorState, step: jax.Array, rank: jax.Array, *, interpret: bool = False
+    ) -> tuple[jax.Array, SparseVector, SelectorState]:
+        residual, keep, limit = pending.vector, pending.keep, pending.limit
+        assert residual is not None
+        grad, n = pending.parts[0].reshape(-1), residual.shape[0]
+        # XLA computes only the elements that threshold_of reads; this vector is never formed as a whole.
         acc = jnp.clip(residual + jnp.where(keep, grad.astype(residual.dtype), 0), -limit, limit)
         threshold, k = _threshold_for(self.threshold_of(acc), self.density, n)
         values, indices, count, acc = accumulate_and_select(
@@ -111,7 +113,18 @@ def scale_threshold(
     outside: Callable[[jax.Array], jax.Array],
     rounds: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the threshold, the first of ``(threshold, count)``, while the count is outside, so often at most."""
+    """Multiplies the threshold by a factor while its count is outside the wanted range.
+
+    Args:
+      acc: the vector.
+      start: ``(threshold, count)``: the first threshold, and how many elements reach it.
+      factor: the multiplier.
+      outside: whether a count is outside the wanted range.
+      rounds: the most multiplications.
+
+    Returns:
+      The last ``(threshold, count)``.
+    """
 
     def proceed(carry):
         number, _, count = carry

@@ -12,6 +12,7 @@ from kernels_pallas import count_above, kth_magnitude, varying_as
 
 from .._vector.density import check_density, check_steps, elements_kept
 from .._vector.sparse_vector import SparseVector
+from ._base import Selector
 from .fixed import take_above
 
 # A threshold is kept while it selects k within this share; corrected at most so often a step; given up beyond this.
@@ -35,7 +36,7 @@ class ReusedThresholdState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReusedThreshold:
+class ReusedThreshold(Selector):
     """Selects about k elements by a threshold that is evaluated exactly now and then and corrected in between.
 
     Ok-Topk, Algorithm 1, lines 2 to 4, with the correction that the authors' code adds: error feedback makes the

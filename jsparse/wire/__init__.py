@@ -1,5 +1,7 @@
 """Wire formats: how a sparse vector is laid out in a message."""
 
-from .formats import Compact, Full, Wire
+from ._base import Messages, Wire
+from .compact import Compact
+from .full import Full
 
-__all__ = ["Compact", "Full", "Wire"]
+__all__ = ["Compact", "Full", "Messages", "Wire"]

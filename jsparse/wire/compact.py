@@ -1,12 +1,7 @@
-"""Wire formats: how a sparse vector is laid out in a message.
-
-A message is one buffer of 32-bit integers, so that values and indices travel together, in as many bytes as they need,
-whatever the backend does to narrow floating-point types.
-"""
+"""Ascending indices in few bits, and values in as few as a quantizer takes."""
 
 import dataclasses
 import functools
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,88 +14,11 @@ from .._vector.random import key_of
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
 from ..quantize._base import pack_digits, packed_words, unpack_digits
-
-__all__ = ["Compact", "Full", "Wire"]
-
-
-class Wire(Protocol):
-    """A layout of sparse vectors in messages: a frozen dataclass.
-
-    Attributes:
-      lossless: whether what is read is what was written, to the bit.
-      elementwise: whether what was read once is read as it is when it is sent again, whatever stands beside it.
-    """
-
-    @property
-    def lossless(self) -> bool: ...
-
-    @property
-    def elementwise(self) -> bool: ...
-
-    def at(self, step: jax.Array) -> "Wire":
-        """The wire for the messages of one step, where it draws random numbers: int32 scalar, alike on all workers."""
-        ...
-
-    def encode(self, x: SparseVector) -> jax.Array:
-        """Lays each run out as one row of int32: shape ``(..., words)`` for values of shape ``(..., capacity)``.
-
-        Equal runs are laid out alike, on every worker.
-        """
-        ...
-
-    def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
-        """Reads the rows back, as vectors of length ``n`` with ``capacity`` values of ``dtype``."""
-        ...
-
-    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
-        """Reads the values alone, shape ``(..., capacity)``; those of unused places may be anything."""
-        ...
-
-    def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
-        """The length of a row, for a run of ``capacity`` values of ``dtype`` out of ``n``."""
-        ...
+from ._base import Wire
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
-    """Values and indices at full width: 4 + 4 bytes an element for float32, 8 + 4 for float64. Lossless.
-
-    >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
-    >>> Full().encode(x).shape
-    (4,)
-    """
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def elementwise(self) -> bool:
-        return True
-
-    def at(self, step: jax.Array) -> "Full":
-        return self
-
-    def encode(self, x: SparseVector) -> jax.Array:
-        values = lax.bitcast_convert_type(x.values, jnp.int32)
-        return jnp.concatenate([values.reshape(*x.indices.shape[:-1], -1), x.indices], axis=-1)
-
-    def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
-        indices = message[..., message.shape[-1] - capacity :]
-        return SparseVector(self.decode_values(message, capacity, n, dtype), indices, n)
-
-    def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
-        values = message[..., : message.shape[-1] - capacity]
-        if jnp.dtype(dtype).itemsize > 4:
-            values = values.reshape(*values.shape[:-1], capacity, -1)
-        return lax.bitcast_convert_type(values, dtype)
-
-    def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
-        return capacity * (jnp.dtype(dtype).itemsize // 4 + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compact:
+class Compact(Wire):
     """Ascending indices in about ``2 + log2(n / capacity)`` bits each, and values in as few as their quantizer takes.
 
     The low bits of an index are written as they are, the upper ones of all indices in unary, in one bitmap: a bit for
@@ -112,10 +30,9 @@ class Compact:
     Attributes:
       values: how values are laid out: ``Exact()``, lossless, 4 bytes each for float32; ``quantize.BFloat16()``, 2
         bytes; ``quantize.Codebook(4)`` and ``(2)``, 4 and 2 bits; any other quantizer.
-      key: of the random numbers of one step; :meth:`at` sets it.
 
     >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
-    >>> Compact().encode(x).shape
+    >>> Compact().encode(x, step=0).shape
     (3,)
     >>> Compact().words(1000, 100_000, jnp.float32)
     1269
@@ -125,7 +42,6 @@ class Compact:
     """
 
     values: Quantizer = Exact()
-    key: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def lossless(self) -> bool:
@@ -135,21 +51,20 @@ class Compact:
     def elementwise(self) -> bool:
         return self.values.elementwise
 
-    def at(self, step: jax.Array) -> "Compact":
-        seed = getattr(self.values, "seed", None)
-        return self if seed is None else dataclasses.replace(self, key=key_of(seed, step))
+    @property
+    def unbiased(self) -> bool:
+        return self.values.unbiased
 
-    def encode(self, x: SparseVector) -> jax.Array:
+    def encode(self, x: SparseVector, step: jax.Array) -> jax.Array:
         if x.values.ndim > 1:
-            return jax.vmap(self.encode)(x)
+            return jax.vmap(lambda run: self.encode(run, step))(x)
         low = _low_bits(x.capacity, x.n)
         fields = [pack_digits(x.indices >> shift & (1 << width) - 1, 1 << width) for shift, width in _fields(low)]
         places = (x.indices >> low) + lax.iota(jnp.int32, x.capacity)
         upper = bitmap.mark(jnp.zeros(_upper_words(x.capacity, x.n, low), jnp.uint32), places)
-        # What is random depends on what is sent, so that all who send the same send the same bits.
-        key = jax.random.key(0) if self.key is None else self.key
+        # The random numbers depend on the values too, so workers that send equal runs send equal bits.
         bits = lax.bitcast_convert_type(x.values, jnp.uint32)
-        key = jax.random.fold_in(key, jnp.sum(bits, dtype=jnp.uint32))
+        key = key_of(getattr(self.values, "seed", 0), step, jnp.sum(bits, dtype=jnp.uint32))
         values = self.values.encode(x.values, key)
         return jnp.concatenate([lax.bitcast_convert_type(upper, jnp.int32), *fields, values])
 
@@ -197,16 +112,3 @@ def _upper_words(capacity: int, n: int, low: int) -> int:
 def _fields(low: int) -> list[tuple[int, int]]:
     """``(shift, width)`` of the parts that low bits are packed in: widths that fill words."""
     return [(low & (width - 1), width) for width in (16, 8, 4, 2, 1) if low & width]
-
-
-def moving(wire: Wire) -> Wire:
-    """The wire on which what was read once can go on without being rounded again."""
-    return wire if wire.elementwise else Compact()
-
-
-def as_read(wire: Wire, x: SparseVector, message: jax.Array) -> SparseVector:
-    """What others read of ``x`` in its message."""
-    if wire.lossless:
-        return x
-    values = wire.decode_values(message, x.capacity, x.n, x.values.dtype)
-    return SparseVector(jnp.where(x.indices < x.n, values, 0), x.indices, x.n)

@@ -1,0 +1,202 @@
+"""Reducers: how one vector is summed over the workers."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import bitmap
+
+from .._comm.comm import Comm
+from .._vector.layout import Layout
+from .._vector.pending import Pending
+from .._vector.sparse_vector import SparseVector
+from ..allreduce import AllReduce
+from ..select import Selector
+from ..wire import Full, Wire
+
+
+class Counts(NamedTuple):
+    """What a reducer tells of one call; all are scalars.
+
+    Attributes:
+      selected: int32: elements that qualified on this worker.
+      overflowed: int32: those that did not fit into its buffers.
+      delivered: int32: elements of this worker that became part of the sum.
+      threshold: the magnitude that elements had to reach on this worker; 0 without a threshold.
+      global_threshold: the magnitude that they had to reach in the sum; 0 without a threshold.
+    """
+
+    selected: jax.Array
+    overflowed: jax.Array
+    delivered: jax.Array
+    threshold: jax.Array
+    global_threshold: jax.Array
+
+
+class Reduced(NamedTuple):
+    """What a reducer makes of a vector.
+
+    Attributes:
+      acc: the vector, shape ``(n,)``.
+      sent: what of it was sent.
+      delivered: this worker's share of the sum.
+      total: the sum, the same bits on every worker.
+      counts: what it tells.
+      state: for the next step.
+    """
+
+    acc: jax.Array
+    sent: SparseVector | jax.Array
+    delivered: SparseVector | jax.Array
+    total: SparseVector | jax.Array
+    counts: Counts
+    state: Any
+
+
+class Reducer(Protocol):
+    """Sums a vector over the workers: a frozen dataclass.
+
+    Attributes:
+      sparse: whether it leaves something of every vector behind, so that it wants a memory.
+      unbiased: whether it rounds at random, right in expectation. Error feedback would blow up then.
+      staleness: by how many steps its sums are late.
+    """
+
+    @property
+    def sparse(self) -> bool: ...
+
+    @property
+    def unbiased(self) -> bool: ...
+
+    @property
+    def staleness(self) -> int: ...
+
+    def init(self, layout: Layout, size: int) -> Any:
+        """The state for a vector of this layout among ``size`` workers: a NamedTuple of arrays."""
+        ...
+
+    def __call__(
+        self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array
+    ) -> Reduced:
+        """Sums.
+
+        Args:
+          comm: the workers that sum this vector.
+          pending: this worker's vector.
+          state: from ``init`` or from the step before.
+          layout: the shapes of the arrays that the vector consists of.
+          step: int32 scalar, alike on all workers.
+          keep: bool scalar. Where it is false on any worker, this worker delivers nothing.
+        """
+        ...
+
+
+class SelectingState(NamedTuple):
+    """The state of :class:`Selecting`.
+
+    Attributes:
+      select: the selector's.
+      reduce: the all-reduce's.
+    """
+
+    select: Any
+    reduce: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Selecting:
+    """A selector, an all-reduce of what it selects, and a wire format.
+
+    Attributes:
+      select: which elements are sent.
+      allreduce: how they are summed.
+      wire: how they are laid out in messages.
+    """
+
+    select: Selector
+    allreduce: AllReduce
+    wire: Wire = Full()
+
+    @property
+    def sparse(self) -> bool:
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        return self.allreduce.unbiased or self.wire.unbiased
+
+    @property
+    def staleness(self) -> int:
+        return self.allreduce.staleness
+
+    def init(self, layout: Layout, size: int) -> SelectingState:
+        n, dtype = layout.n, layout.dtype
+        return SelectingState(self.select.init(n, dtype), self.allreduce.init(n, size, dtype))
+
+    def __call__(
+        self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array
+    ) -> Reduced:
+        acc, x, selected = self.select.accumulate_and_select(pending, state.select, step, comm.rank())
+        left = selected.selected[0] - x.count
+        x = x.where(keep)
+        total, delivered, reduced = self.allreduce(comm, x, state.reduce, step=step, wire=self.wire.at(step))
+        told = self.allreduce.report(reduced)
+        counts = Counts(
+            selected.selected[0],
+            left + told.overflowed,
+            count(delivered),
+            selected.threshold[0],
+            told.threshold,
+        )
+        return Reduced(acc, x, delivered, total, counts, SelectingState(selected, reduced))
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An all-reduce of dense vectors.
+
+    Attributes:
+      allreduce: how they are summed.
+    """
+
+    allreduce: AllReduce
+
+    @property
+    def sparse(self) -> bool:
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        return self.allreduce.unbiased
+
+    @property
+    def staleness(self) -> int:
+        return self.allreduce.staleness
+
+    def init(self, layout: Layout, size: int) -> Any:
+        return self.allreduce.init(layout.n, size, layout.dtype)
+
+    def __call__(
+        self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array
+    ) -> Reduced:
+        acc = pending.add_up()
+        # Without a kept vector, what does not count is zero already.
+        x = acc if pending.vector is None else jnp.where(keep, acc, 0)
+        total, delivered, state = self.allreduce(comm, x, state, step=step, wire=Full().at(step))
+        none, zero = jnp.int32(0), jnp.zeros((), acc.dtype)
+        counts = Counts(none, none, count(delivered), zero, zero)
+        return Reduced(acc, x, delivered, total, counts, state)
+
+
+def count(x: SparseVector | jax.Array) -> jax.Array:
+    """How many elements a vector has: int32 scalar."""
+    if isinstance(x, SparseVector):
+        return jnp.sum(x.count, dtype=jnp.int32)
+    return jnp.int32(x.shape[0])
+
+
+def count_filled(x: SparseVector | jax.Array) -> jax.Array:
+    """How many elements a sum has; of one that became dense, those that are not zero: int32 scalar."""
+    return count(x) if isinstance(x, SparseVector) else bitmap.count_mask(x != 0)

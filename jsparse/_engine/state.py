@@ -1,0 +1,135 @@
+"""The state of a synchronisation: what it holds, how it is placed, how it goes to other workers."""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+@runtime_checkable
+class WorkerState(Protocol):
+    """A state that differs between workers: every leaf's leading axis concatenates over workers.
+
+    States of this form tell how they are placed and how they go to another number of workers.
+    """
+
+    def specs(self, axis: Any) -> Any:
+        """The state with a PartitionSpec in place of every leaf.
+
+        Args:
+          axis: the mesh axis, or axes, along which the workers stand.
+        """
+        ...
+
+    def moved(self, old: Any, once: Any, move: Any) -> Any:
+        """The state among other workers.
+
+        Called on the shapes that one of the new workers has.
+
+        Args:
+          old: the state as global arrays, in NumPy.
+          once: the shapes that a worker without others would have.
+          move: from how many workers to how many; its methods move single arrays.
+        """
+        ...
+
+
+class BucketState(NamedTuple):
+    """What is carried for the leaves that are synchronised as one vector.
+
+    Attributes:
+      memory: what the worker keeps of the vector.
+      reducer: the state of its reducer.
+    """
+
+    memory: Any
+    reducer: Any
+
+    @property
+    def residual(self) -> jax.Array | None:
+        """What was accumulated and not yet delivered, shape ``(n,)``; None without error feedback."""
+        return self.memory.residual
+
+
+class Report(NamedTuple):
+    """What the last synchronisation did; each leaf has shape ``(1,)`` but for the thresholds.
+
+    Attributes:
+      selected: int32: elements that qualified on this worker.
+      overflowed: int32: those of them that did not fit into its buffers.
+      delivered: int32: elements of this worker that became part of the update. Where the wire is not
+        lossless, elements of sums that it rounded count too.
+      updated: int32: elements of the update that are not zero. Over n, that is the density to which
+        the update has filled in. An all-gather counts an index once for each worker that sent it.
+      words: uint32: 4-byte words that this worker sent. A round in which pairs exchange counts for all
+        workers, also for those that have no part in it: what is counted is the busiest path.
+      messages: uint32: messages that this worker sent, counted likewise.
+      thresholds: shape ``(buckets,)``: the magnitude that elements had to reach on this worker.
+      global_thresholds: shape ``(buckets,)``: the magnitude that they had to reach in the sum.
+    """
+
+    selected: jax.Array
+    overflowed: jax.Array
+    delivered: jax.Array
+    updated: jax.Array
+    words: jax.Array
+    messages: jax.Array
+    thresholds: jax.Array
+    global_thresholds: jax.Array
+
+
+class SparseAllReduceState(NamedTuple):
+    """State of a synchronisation: every leaf's leading axis concatenates over workers.
+
+    Attributes:
+      step: int32, shape ``(1,)``: synchronisations so far, without those that met a non-finite gradient.
+      sizes: int32, shape ``(levels,)``: how many workers synchronise, level by level.
+      buckets: one for each vector that is synchronised.
+      report: what the last step did.
+    """
+
+    step: jax.Array
+    sizes: jax.Array
+    buckets: tuple[BucketState, ...]
+    report: Report
+
+    def specs(self, axis: Any) -> Any:
+        """As in :class:`WorkerState`."""
+        return jax.tree.map(lambda _: PartitionSpec(axis), self)
+
+    def moved(self, old: "SparseAllReduceState", once: Any, move: Any) -> "SparseAllReduceState":
+        """As in :class:`WorkerState`: residuals and velocities keep their sum over P."""
+
+        def bucket(now: BucketState, old: BucketState, once: BucketState) -> BucketState:
+            vectors = [leaf.shape[0] for leaf in jax.tree.leaves(now.memory)]
+
+            def part(now, old):
+                return now.moved(old, move, vectors[0] if vectors else None) if hasattr(now, "moved") else own(now, old)
+
+            def own(now, old):
+                return move.of_each(now, old, own=True)
+
+            memory = jax.tree.map(move.vector, now.memory, old.memory, once.memory)
+            reducer = jax.tree.map(part, now.reducer, old.reducer, is_leaf=lambda x: hasattr(x, "moved"))
+            return BucketState(memory, reducer)
+
+        return SparseAllReduceState(
+            move.of_each(self.step, old.step),
+            move.anew(),
+            tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
+            jax.tree.map(move.of_each, self.report, old.report),
+        )
+
+
+def first_state(sizes: tuple[int, ...], buckets: tuple[BucketState, ...], dtype: Any) -> SparseAllReduceState:
+    """The state before the first step.
+
+    Args:
+      sizes: the workers on each level.
+      buckets: the vectors' states.
+      dtype: the thresholds' type.
+    """
+    none, zero, thresholds = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.zeros(len(buckets), dtype)
+    report = Report(none, none, none, none, zero, zero, thresholds, thresholds)
+    return SparseAllReduceState(none, jnp.array(sizes, jnp.int32), buckets, report)

@@ -1,0 +1,427 @@
+"""Synchronisers: how the workers' gradients become their mean.
+
+Everything else knows a synchroniser by its protocol alone: the optax transformation, ``sync``, phases,
+the training step, the accounting of traffic.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import bitmap
+
+from .._comm.comm import Comm, axes_of
+from .._comm.metered import Metered, add_words
+from .._vector.buckets import Bucket
+from .._vector.sparse_vector import SparseVector
+from ..allreduce import Dense
+from .mean import Mean, Quotient, over_workers
+from .memory import Memory, NoMemory
+from .reducer import Counts, Reducer, Whole, count, count_filled
+from .space import Flat, Space
+from .state import BucketState, Report, SparseAllReduceState, first_state
+
+FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+
+
+class Synchroniser(Protocol):
+    """Makes the mean of the workers' gradients: a frozen dataclass.
+
+    Attributes:
+      levels: the networks that a worker is in.
+      agree_over: further networks over which workers agree whether a gradient is finite.
+      alike: whether all workers get the same update.
+    """
+
+    @property
+    def levels(self) -> tuple[Comm, ...]: ...
+
+    @property
+    def agree_over(self) -> tuple[Comm, ...]: ...
+
+    @property
+    def alike(self) -> bool: ...
+
+    def over(self, *comms: Comm) -> "Synchroniser":
+        """The same over other networks, as many as ``levels``."""
+        ...
+
+    def init(self, params: Any) -> SparseAllReduceState:
+        """The state before the first step."""
+        ...
+
+    def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
+        """The mean, in the shapes and types of the gradients, and the state after the step."""
+        ...
+
+    def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple["Means", SparseAllReduceState]:
+        """The mean of each vector, before it is laid out in leaves.
+
+        Raises:
+          ValueError: this synchroniser has no such vectors.
+        """
+        ...
+
+
+class Means(NamedTuple):
+    """The means of a synchronisation, before they are laid out in leaves.
+
+    Attributes:
+      buckets: which leaves each is for.
+      quotients: the means.
+      bad: bool scalar: a gradient was not finite somewhere, and the means are void.
+    """
+
+    buckets: list[Bucket]
+    quotients: list[Quotient]
+    bad: jax.Array
+
+    def leaves(self, like: Sequence[jax.Array]) -> list[jax.Array]:
+        """The means in the shapes and types of these leaves; NaN after a non-finite gradient."""
+        means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in like]
+        for bucket, quotient in zip(self.buckets, self.quotients, strict=True):
+            for i, part in zip(bucket.ids, self._parts(bucket, quotient), strict=True):
+                means[i] = part
+        return means
+
+    def _parts(self, bucket: Bucket, quotient: Quotient) -> list[jax.Array]:
+        layout = bucket.layout
+        if not isinstance(quotient.total, SparseVector):
+            return layout.unravel(jnp.where(self.bad, jnp.nan, quotient.value()))
+        # One run is divided before it becomes dense, several after they are added: both round once.
+        one_run = quotient.total.values.ndim == 1
+        total = quotient.value() if one_run else quotient.total
+        fill = jnp.where(self.bad, jnp.nan, 0)
+        parts = layout.add_sparse([jnp.full(shape, fill, layout.dtype) for shape in layout.shapes], total)
+        if not one_run:
+            parts = [part / quotient.divisor for part in parts]
+        return [part.astype(dtype) for part, dtype in zip(parts, layout.dtypes, strict=True)]
+
+
+class Outcome(NamedTuple):
+    """What has become of all vectors, in the order of their buckets.
+
+    Attributes:
+      quotients: their means.
+      states: their states.
+      counts: what their reducers told.
+      updated: int32 scalar: elements of the update.
+    """
+
+    quotients: list[Quotient]
+    states: list[BucketState]
+    counts: list[Counts]
+    updated: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """A synchroniser of four choices: reducer, memory, space and mean.
+
+    Attributes:
+      comm: the workers that sum a vector.
+      reducer: how a vector is summed.
+      memory: what a worker keeps of it.
+      space: where leaves become vectors.
+      mean: what is made of the sum.
+    """
+
+    comm: Comm
+    reducer: Reducer
+    memory: Memory = NoMemory()
+    space: Space = Flat()
+    mean: Mean = over_workers
+
+    def __post_init__(self):
+        axes = [name for comm in self.levels for name in axes_of(comm)]
+        if len(set(axes)) < len(axes) or self.comm in self.space.comms:
+            raise ValueError(
+                f"the axes are {axes or self.levels}, one of them twice; name each once: over two levels, inter is the "
+                "axis along which the nodes stand, and intra the one along which a node's workers do"
+            )
+        if self.memory.feeds_back and self.reducer.unbiased:
+            raise ValueError(
+                f"{self.reducer} rounds at random, and with error feedback its residual grows without bound: shrink "
+                "what the quantizer decodes with contract=True, or, where dense vectors are summed, pass "
+                "error_feedback=False"
+            )
+
+    @property
+    def levels(self) -> tuple[Comm, ...]:
+        return (self.comm, *self.space.comms)
+
+    @property
+    def agree_over(self) -> tuple[Comm, ...]:
+        return self.space.agree_over
+
+    @property
+    def alike(self) -> bool:
+        return True
+
+    def over(self, *comms: Comm) -> "Composition":
+        return dataclasses.replace(self, comm=comms[0], space=self.space.over(*comms[1:]))
+
+    def parts(self, bucket: Bucket) -> tuple[Reducer, Memory]:
+        """How a bucket is summed, and what is kept of it."""
+        if bucket.dense:
+            return Whole(Dense()), self.memory.for_dense()
+        return self.reducer, self.memory
+
+    def init(self, params: Any) -> SparseAllReduceState:
+        check_floats(params)
+        buckets = self.space.buckets(jax.tree.leaves(params))
+        states = []
+        for bucket in buckets:
+            reducer, memory = self.parts(bucket)
+            layout = self.space.layout(bucket)
+            states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
+        return begin(self, tuple(states), threshold_type(buckets))
+
+    def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
+        means, state = self.reduce(grads, state)
+        leaves, treedef = jax.tree.flatten(grads)
+        return jax.tree.unflatten(treedef, means.leaves(leaves)), state
+
+    def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
+        levels = [Metered(comm) for comm in self.levels]
+        further = [Metered(comm) for comm in self.agree_over]
+        buckets = self.check(levels, grads, state)
+        leaves = self.prepare(levels, grads)
+
+        step, bad = state.step[0], jnp.array(False)
+        left_out = [bad] * len(buckets)
+        stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
+        if stateful == 1:
+            step, bad = agree([*levels, *further], step, leaves)
+            left_out = [bad] * len(buckets)
+        elif stateful:
+            # Several vectors do not wait for each other's gradients. A worker leaves out a vector
+            # whose gradients are not finite. Once all workers have told, the step is undone.
+            step = pmax_over([*levels, *further], step)
+            left_out = [not_finite(bucket.take(leaves)) for bucket in buckets]
+
+        outcome = self.synchronise(levels, buckets, leaves, state.buckets, left_out, step)
+        if stateful > 1:
+            # Only after the agreed step: XLA would merge both exchanges, and wait for the last gradient.
+            told = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
+            bad = pmax_over([*levels, *further], told) > 0
+        state = conclude(self, [*levels, *further], state, outcome, bad, step, undo=stateful > 1)
+        return Means(buckets, outcome.quotients, bad), state
+
+    def check(self, levels: Sequence[Comm], grads: Any, state: SparseAllReduceState) -> list[Bucket]:
+        """The buckets; refuses gradients that are already summed, and a state for other gradients."""
+        check_floats(grads)
+        check_local(levels, grads)
+        buckets = self.space.buckets(jax.tree.leaves(grads))
+        had = [[(x.shape, x.dtype) for x in jax.tree.leaves(bucket.memory)] for bucket in state.buckets]
+        have = []
+        for bucket in buckets:
+            layout = self.space.layout(bucket)
+            memory = jax.eval_shape(functools.partial(self.parts(bucket)[1].init, layout.n, layout.dtype))
+            have.append([(x.shape, x.dtype) for x in jax.tree.leaves(memory)])
+        if had != have:
+            raise ValueError(
+                f"the state has, for each bucket, arrays of {had}, the gradients make {have}: initialise the state "
+                "with parameters of the gradients' shapes and types, for as many workers as there are here"
+            )
+        return buckets
+
+    def prepare(self, levels: Sequence[Comm], grads: Any) -> Sequence[jax.Array]:
+        """A worker's gradients as they enter the space."""
+        return self.memory.prepare(jax.tree.leaves(grads), math.prod(level.size for level in levels))
+
+    def synchronise(
+        self,
+        levels: Sequence[Metered],
+        buckets: list[Bucket],
+        leaves: Sequence[jax.Array],
+        states: Sequence[BucketState],
+        left_out: Sequence[jax.Array],
+        step: jax.Array,
+    ) -> Outcome:
+        """Accumulates, sums and retains every vector. Of a vector that is left out, nothing is delivered.
+
+        Args:
+          levels: the networks.
+          buckets: which leaves travel together.
+          leaves: this worker's gradients.
+          states: of the buckets.
+          left_out: bool scalars, one for each bucket.
+          step: int32 scalar, alike on all workers.
+        """
+        comm, *inner = levels
+        workers = math.prod(level.size for level in levels)
+        quotients: dict[int, Quotient] = {}
+        after: dict[int, BucketState] = {}
+        counts: dict[int, Counts] = {}
+        updated = jnp.int32(0)
+        next_bucket(levels)
+        # In the order in which a backward pass has them ready.
+        for i in sorted(range(len(buckets)), key=lambda i: buckets[i].ids[0], reverse=True):
+            next_bucket(levels)
+            bucket, before, keep = buckets[i], states[i], ~left_out[i]
+            reducer, memory = self.parts(bucket)
+            layout, limit = self.space.layout(bucket), memory.limit(bucket.layout.dtype, workers)
+            parts = self.space.enter(inner, bucket, bucket.take(leaves), keep, limit)
+            pending, kept = memory.accumulate(before.memory, layout, parts, keep, comm.size)
+            done = reducer(comm, pending, before.reducer, layout=layout, step=step, keep=keep)
+            kept, quotient = memory.retain(
+                kept,
+                done.acc,
+                sent=done.sent,
+                delivered=done.delivered,
+                total=done.total,
+                mean=self.mean(done.total, workers),
+                keep=keep,
+                size=comm.size,
+            )
+            total = self.space.leave(inner, bucket, quotient.total)
+            quotients[i], counts[i] = quotient._replace(total=total), done.counts
+            after[i] = BucketState(kept, done.state)
+            updated += count_filled(total) if reducer.sparse else count(total)
+        order = range(len(buckets))
+        return Outcome([quotients[i] for i in order], [after[i] for i in order], [counts[i] for i in order], updated)
+
+
+def begin(synchroniser: Synchroniser, buckets: tuple[BucketState, ...], dtype: Any) -> SparseAllReduceState:
+    """The state before the first step, typed as differing between workers."""
+    comms = [*synchroniser.levels, *synchroniser.agree_over]
+    sizes = tuple(comm.size for comm in synchroniser.levels)
+    return varying_over(comms, first_state(sizes, buckets, dtype))
+
+
+def threshold_type(buckets: Sequence[Bucket]) -> Any:
+    """The type that holds the thresholds of all buckets."""
+    return jnp.result_type(jnp.float32, *(bucket.layout.dtype for bucket in buckets))
+
+
+def agree(levels: Sequence[Metered], step: jax.Array, leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """One exchange opens the step: the step's number, and whether any gradient is not finite."""
+    opening = pmax_over(levels, jnp.stack([not_finite(leaves).astype(jnp.int32), step]))
+    return opening[1], opening[0] > 0
+
+
+def conclude(
+    synchroniser: Synchroniser,
+    levels: Sequence[Metered],
+    state: SparseAllReduceState,
+    outcome: Outcome,
+    bad: jax.Array,
+    step: jax.Array,
+    *,
+    undo: bool,
+    sent: Sequence[tuple[jax.Array, jax.Array]] = (),
+) -> SparseAllReduceState:
+    """The state after a step; where a gradient was not finite, the state before it.
+
+    Args:
+      synchroniser: whose step it was.
+      levels: the networks, which counted what was sent.
+      state: before the step.
+      outcome: what has become of the vectors.
+      bad: bool scalar: whether a gradient was not finite.
+      step: int32 scalar, the step's number, alike on all workers.
+      undo: whether a bad step changed memories; if all workers left it out, it did not.
+      sent: further words and messages.
+    """
+
+    def before_or(after: Any, before: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(bad, old, new), after, before)
+
+    buckets = []
+    for after, before in zip(outcome.states, state.buckets, strict=True):
+        memory = before_or(after.memory, before.memory) if undo else after.memory
+        buckets.append(BucketState(memory, before_or(after.reducer, before.reducer)))
+    metered = [*((level.words, level.messages) for level in levels), *sent]
+    report = write_report(
+        state.report,
+        outcome.counts,
+        outcome.updated,
+        bad,
+        functools.reduce(add_words, [words for words, _ in metered]),
+        functools.reduce(jnp.add, [messages for _, messages in metered]),
+    )
+    step = jnp.where(bad, step, step + 1)[None]
+    comms = [*synchroniser.levels, *synchroniser.agree_over]
+    return varying_over(comms, SparseAllReduceState(step, state.sizes, tuple(buckets), report))
+
+
+def write_report(
+    old: Report,
+    counts: Sequence[Counts],
+    updated: jax.Array,
+    bad: jax.Array,
+    words: jax.Array,
+    messages: jax.Array,
+) -> Report:
+    """The report of a step. After a non-finite gradient nothing was delivered, and thresholds stay."""
+
+    def total(name):
+        return jnp.where(bad, 0, sum((getattr(c, name) for c in counts), jnp.int32(0)))[None]
+
+    def column(name, before):
+        if not counts:
+            return before
+        return jnp.where(bad, before, jnp.stack([getattr(c, name).astype(before.dtype) for c in counts]))
+
+    return Report(
+        selected=total("selected"),
+        overflowed=total("overflowed"),
+        delivered=total("delivered"),
+        updated=jnp.where(bad, 0, updated)[None],
+        words=words[None],
+        messages=messages[None],
+        thresholds=column("threshold", old.thresholds),
+        global_thresholds=column("global_threshold", old.global_thresholds),
+    )
+
+
+def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:
+    """The largest over the workers of all levels."""
+    for level in levels:
+        x = level.pmax(x)
+    return x
+
+
+def next_bucket(levels: Sequence[Metered]) -> None:
+    """Tells the networks that what is sent from here on belongs to another bucket."""
+    for level in levels:
+        level.next_bucket()
+
+
+def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Whether any element is infinite or NaN: bool scalar."""
+    wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
+    return jnp.max(jnp.stack(wrong)) > 0
+
+
+def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
+    """The same values, typed as differing between the workers of all levels."""
+    return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
+
+
+def check_floats(tree: Any) -> None:
+    """Refuses leaves that are no floats."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if leaf.dtype not in FLOATS:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
+                "float32 or float64: keep what is not trained out of the parameters"
+            )
+
+
+def check_local(levels: Sequence[Comm], grads: Any) -> None:
+    """Refuses gradients whose types tell that they are already summed over the workers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not all(comm.may_differ(leaf) for comm in levels):
+            raise ValueError(
+                f"gradient leaf {jax.tree_util.keystr(path)} is the same on all workers: under "
+                "jax.shard_map(check_vma=True) the gradient with respect to replicated parameters is already summed. "
+                "Compute it with jsparse.local_value_and_grad(loss_fn, axis), which leaves it local, and neither psum "
+                "nor pmean it. Where the all-reduce is over two axes, pass both wherever an axis is asked for"
+            )

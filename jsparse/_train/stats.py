@@ -1,0 +1,125 @@
+"""What a chain's state tells of its last synchronisation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._comm.comm import AxisComm
+from .._comm.processes import is_global
+from .._engine.state import SparseAllReduceState
+
+
+def residual(opt_state: Any) -> jax.Array:
+    """The residuals: what each worker has accumulated and not yet got delivered.
+
+    Args:
+      opt_state: a chain's state with one sparse all-reduce: global arrays, or one worker's part.
+
+    Returns:
+      Shape ``(P, n)``: the flat residuals, in the order of ``jax.tree.leaves(params)`` (with
+      ``scope="leaf"`` and ``dense_below``, those of the sparse leaves). ``n`` is 0 without error
+      feedback, and over two levels the length of a shard. Over several processes it is a global array:
+      ``addressable_shards`` are the rows of this process's workers.
+    """
+    state = find(opt_state)
+    workers = state.step.shape[0]
+    parts = [bucket.residual.reshape(workers, -1) for bucket in state.buckets if bucket.residual is not None]
+    return jnp.concatenate(parts, axis=1) if parts else jnp.zeros((workers, 0))
+
+
+class Stats(NamedTuple):
+    """What the last synchronisation did. Every leaf has one entry a worker, shape ``(P,)``.
+
+    Attributes:
+      step: int32: synchronisations so far, without those that met a non-finite gradient.
+      selected: int32: elements that qualified on this worker.
+      overflowed: int32: those of them that did not fit into its buffers and wait in its residual.
+      delivered: int32: elements of this worker that became part of the update.
+      updated: int32: elements of the update that are not zero, alike on all workers: over n, the density
+        to which it has filled in. An all-gather counts an index once for each worker that sent it.
+      thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach on this worker.
+      global_thresholds: shape ``(P, buckets)``: the magnitude that they had to reach in the sum; 0
+        where the all-reduce has no such threshold.
+      residual_norm: Euclidean norm of this worker's residual.
+      words: uint32: 4-byte words that this worker sent. Rounds of pairs count the busiest path.
+      messages: uint32: messages that this worker sent, counted likewise.
+    """
+
+    step: jax.Array
+    selected: jax.Array
+    overflowed: jax.Array
+    delivered: jax.Array
+    updated: jax.Array
+    thresholds: jax.Array
+    global_thresholds: jax.Array
+    residual_norm: jax.Array
+    words: jax.Array
+    messages: jax.Array
+
+
+def stats(opt_state: Any) -> Stats:
+    """Reads off a chain's state what its last synchronisation did.
+
+    Over several processes all of them must call it, and each gets the figures of all workers: a few words
+    a worker are gathered, in one message.
+
+    Args:
+      opt_state: a chain's state with one of our transformations: global arrays, or one worker's part.
+
+    Returns:
+      One entry a worker.
+    """
+    state = find(opt_state)
+    sharding = state.step.sharding if is_global(state.step) else None
+    if isinstance(sharding, NamedSharding) and any(sharding.spec):
+        return _gathering(sharding.mesh, sharding.spec[0])(state)
+    return _read(state)
+
+
+@jax.jit
+def _read(state: SparseAllReduceState) -> Stats:
+    figures = state.report._asdict()
+    thresholds = {name: figures.pop(name).reshape(len(state.step), -1) for name in ("thresholds", "global_thresholds")}
+    norm = jnp.linalg.norm(residual(state), axis=1)
+    return Stats(step=state.step, residual_norm=norm, **thresholds, **figures)
+
+
+@functools.cache
+def _gathering(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[SparseAllReduceState], Stats]:
+    """Reads the figures of all workers, in every process."""
+    comm = AxisComm(axis)
+
+    def local(state):
+        figures, treedef = jax.tree.flatten(_read(state))
+        parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in figures]
+        sizes = [part.size for part in parts]
+        every = comm.all_gather(jnp.concatenate([part.reshape(size) for part, size in zip(parts, sizes, strict=True)]))
+        columns = jnp.split(every, np.cumsum(sizes)[:-1], axis=1)
+        return jax.tree.unflatten(
+            treedef,
+            [
+                lax.bitcast_convert_type(column.reshape(comm.size, *part.shape[1:]), x.dtype)
+                for column, part, x in zip(columns, parts, figures, strict=True)
+            ],
+        )
+
+    whole = PartitionSpec()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axis), out_specs=whole))
+
+
+def find(opt_state: Any) -> SparseAllReduceState:
+    """The one state of ours in a chain's."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda state: isinstance(state, SparseAllReduceState))
+    found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer state holds {len(found)} states of a jsparse transformation; this reads one: pass a part "
+            "that holds one, and put a preset such as jsparse.oktopk(axis, density=0.01) into a chain that has none"
+        )
+    return found[0]

@@ -1,0 +1,38 @@
+"""A vector that a worker has to send, before it is added up."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from .layout import Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """``vector + parts``: what a worker kept, and what a step adds to it.
+
+    It is not yet added up, so that a kernel can add and select in one pass over memory.
+
+    Attributes:
+      vector: shape ``(n,)``: what was kept; None stands for zeros.
+      parts: arrays of n elements in all; empty adds nothing.
+      keep: bool scalar: whether the parts count. Where not, they are left out, whatever they hold.
+      layout: where each part stands in the vector.
+      limit: magnitudes of the sum are clipped to this; infinity does not clip.
+    """
+
+    vector: jax.Array | None
+    parts: Sequence[jax.Array]
+    keep: jax.Array
+    layout: Layout = dataclasses.field(metadata={"static": True})
+    limit: float = dataclasses.field(default=math.inf, metadata={"static": True})
+
+    def add_up(self) -> jax.Array:
+        """The sum, shape ``(n,)``: in place of ``vector`` where that may be overwritten."""
+        if self.vector is None:
+            return jnp.where(self.keep, self.layout.ravel(self.parts), 0)
+        return self.layout.add_leaves(self.vector, self.parts, self.keep, self.limit)
