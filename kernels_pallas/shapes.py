@@ -1,6 +1,6 @@
 """The vector lengths on which the kernels are tested, compiled, tuned and timed.
 
-All of these uses share one list, so every length that is timed is also tested.
+All of these uses take their lengths from this one list.
 """
 
 from typing import NamedTuple

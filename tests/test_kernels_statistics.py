@@ -245,7 +245,7 @@ def test_passes_share_the_bits():
 
 
 def run(form: str | None, x, thresholds):
-    """The results of several operations in one vector. The search also uses the kernel's passes."""
+    """The results of several operations in one vector, also of a search by kernel passes."""
     found = kernels_pallas.magnitude_statistics(x, thresholds, add=x, implementation=form)
     counts = kernels_pallas.count_above_many(x, thresholds, implementation=form)
     largest, _ = kernels_pallas.norms(x, implementation=form)

@@ -29,8 +29,7 @@ def accumulate_and_select(
     # No magnitude reaches a threshold of NaN.
     values, indices, count = select_above(acc, jnp.where(keep, threshold, jnp.nan), start, capacity=capacity)
     if clear:
-        # The barrier makes XLA read the values first. Only then can it overwrite ``acc`` in
-        # place.
+        # The barrier makes XLA read the values first. Only then can it overwrite acc in place.
         acc, values = lax.optimization_barrier((acc, values))
         acc = acc.at[indices].set(0, mode="drop", indices_are_sorted=True)
     return values, indices, count, acc

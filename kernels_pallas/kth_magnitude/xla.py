@@ -79,8 +79,7 @@ def superset_capacity(n: int, k: int) -> int | None:
         return None
     expected = k / n * SAMPLE
     capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / SAMPLE)
-    # Round up. XLA divides a loop between the cores of a CPU, and is far slower if the parts are
-    # unequal.
+    # Round up. XLA divides a loop between the cores of a CPU, and unequal parts are far slower.
     capacity = -(-capacity // (SAMPLE // 32)) * (SAMPLE // 32)
     return capacity if capacity <= n // 4 else None
 

@@ -250,8 +250,7 @@ def _stage(x, addend, threshold, acc, staged, counts, *, plan: Plan, limit: floa
             store(staged[0], slot, hits.value, fits)
             store(staged[1], slot, hits.index, fits)
         if clear:
-            # Clear all hits, unless the block will be read again. `move` restores those not
-            # taken.
+            # Clear all hits, unless the block is read again. `move` restores those not taken.
             value = jnp.where(reaches(value, least) & (count <= plan.slots), 0, value)
         if acc is not None:
             store(acc, places, value, mask)
