@@ -1,4 +1,4 @@
-"""Selection kernels: one folder an operation, each with a plain JAX form behind one public function."""
+"""Selection kernels: each folder is one operation, with a public function and a plain JAX form."""
 
 from . import bitmap
 from ._implementation import choose, using

@@ -1,4 +1,4 @@
-"""What every operation asks of its arguments."""
+"""Checks of arguments that the operations share."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ def vector(x: ArrayLike, *, narrow: bool = False) -> jax.Array:
     types = (jnp.float32, jnp.float64, *((jnp.bfloat16, jnp.float16) if narrow else ()))
     if x.ndim != 1 or x.dtype not in types:
         raise ValueError(
-            f"x has shape {x.shape} and type {x.dtype}; selection takes one vector of float32 or float64: "
-            "ravel it, and cast it where it is narrower"
+            f"x has shape {x.shape} and type {x.dtype}; it must be one vector of float32 or float64: "
+            "ravel x, and cast it if its type is another"
         )
     if x.shape[0] >= 2**31:
-        raise ValueError(f"x has {x.shape[0]} elements; indices are int32, so split it into parts below 2**31")
+        raise ValueError(f"x has {x.shape[0]} elements; indices are int32, so split x into parts of length below 2**31")
     return x
 
 
@@ -26,5 +26,5 @@ def positive(name: str, value: int) -> None:
 def thresholds(values: ArrayLike) -> jax.Array:
     values = jnp.asarray(values)
     if values.ndim != 1:
-        raise ValueError(f"thresholds have shape {values.shape}; give one vector of them")
+        raise ValueError(f"thresholds have shape {values.shape}; give one vector of them, shape (m,)")
     return values

@@ -1,6 +1,7 @@
-"""Which form of an operation runs: the one place where that is decided.
+"""The choice of the form in which an operation runs. It is made only here.
 
-An operation has a plain JAX form, which runs on every backend and is its oracle, and kernels for GPUs of NVIDIA.
+Every operation has a plain JAX form. It runs on every backend, and the tests compare the other
+forms with it. Most operations also have kernels for NVIDIA GPUs.
 """
 
 import contextlib
@@ -14,23 +15,27 @@ from jax import lax
 
 IMPLEMENTATIONS = ("xla", "triton", "mosaic", "interpret")
 
-# Not a context variable of Python's: what is traced under one choice must not be found in JAX's caches under another.
+# A JAX user context, not a Python context variable: a function that was traced under one choice
+# must not be found in JAX's caches under another.
 _override = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def using(implementation: str | None) -> Iterator[None]:
-    """A context in which the operations run in one form, unless a call names another; for tests and benchmarks.
+    """A context manager that sets the form in which operations run, for tests and benchmarks.
 
-    It acts where an operation is traced, and a function compiled under one choice is traced again under another.
-    Operations that have no such form choose as they do outside.
+    A call that names an implementation itself overrides the context. The context acts when an
+    operation is traced. A function that was compiled under one choice is traced again under
+    another. An operation without the chosen form chooses for itself, as it does outside the
+    context.
 
     Args:
-      implementation: ``"xla"``, the plain form; ``"triton"`` or ``"mosaic"``, a kernel; ``"interpret"``, the Triton
-        kernel in Pallas's interpreter, on any backend, slowly; ``None``, each operation's own choice.
+      implementation: ``"xla"`` is the plain JAX form. ``"triton"`` and ``"mosaic"`` are kernels.
+        ``"interpret"`` is the Triton kernel in Pallas's interpreter: it runs on any backend,
+        slowly. With ``None`` each operation chooses for itself.
 
     Raises:
-      ValueError: there is no such implementation.
+      ValueError: there is no implementation of this name.
 
     >>> import kernels_pallas
     >>> with using("xla"):
@@ -46,24 +51,27 @@ def using(implementation: str | None) -> Iterator[None]:
 def choose(
     implementation: str | None, forms: Mapping[str, Callable[..., Any]], *args: Any, on_cuda: str = "triton"
 ) -> Any:
-    """Runs one of an operation's forms.
+    """Runs one of the forms of an operation.
 
-    Left to itself it takes the plain form in a process whose JAX sees no GPU, which then traces nothing else; otherwise
-    it leaves the choice to where the program is lowered, so that the same process may also use its CPU.
+    Without a name, the choice depends on the process. If JAX sees no NVIDIA GPU in it, the plain
+    JAX form runs, and no other form is traced. Otherwise the choice is made when the program is
+    lowered, so that the same process can also use its CPU.
 
     Args:
-      implementation: a name in ``forms``, or ``"interpret"`` where there is a ``"triton"``, or None: what
-        :func:`using` says, else a choice.
-      forms: functions of ``args`` with equal results: ``"xla"``, and any of ``"triton"`` and ``"mosaic"``. The Triton
-        form also takes ``interpret=``.
-      *args: arrays, or trees of them; what is static is bound in ``forms``.
-      on_cuda: which of ``forms`` is chosen on a GPU.
+      implementation: a name in ``forms``; or ``"interpret"``, if ``forms`` has ``"triton"``; or
+        None. With None the choice of :func:`using` holds, if there is one and the operation has
+        that form.
+      forms: functions of ``args`` with equal results: ``"xla"``, and optionally ``"triton"`` and
+        ``"mosaic"``. The Triton form also takes ``interpret=``.
+      *args: arrays, or trees of arrays. Static arguments must already be bound in ``forms``.
+      on_cuda: the name in ``forms`` that is chosen on a GPU.
 
     Returns:
-      What the form returns. Arguments of float64 always get the plain form: no kernel takes them.
+      The result of the form. If an argument is float64, the plain form runs, whatever is named,
+      because no kernel takes float64.
 
     Raises:
-      ValueError: the operation has no such implementation.
+      ValueError: the operation has no implementation of this name.
     """
     possible = (*forms, *(["interpret"] if "triton" in forms else []))
     if implementation is not None and implementation not in possible:
@@ -84,7 +92,7 @@ def choose(
 
 
 def sees_cuda() -> bool:
-    """Whether this process has a GPU of NVIDIA. Starts JAX's backends, as the first array would."""
+    """Whether JAX sees an NVIDIA GPU in this process. The call starts JAX's backends."""
     return "cuda" in jax.extend.backend.backends()
 
 

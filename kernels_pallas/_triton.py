@@ -1,7 +1,8 @@
-"""What every Pallas-Triton kernel needs: a call, a load and a store.
+"""The call, the load and the store that all Pallas-Triton kernels use.
 
-Arrays are passed whole and a kernel computes its addresses. Where Pallas cuts them into blocks, a ragged length puts a
-mask on every block, and a mask turns 16-byte accesses into 4-byte ones.
+Each kernel gets whole arrays and computes its own addresses. If Pallas cut an array into blocks,
+a length that is no multiple of the block would put a mask on every block. A mask turns 16-byte
+accesses into 4-byte accesses.
 """
 
 from collections.abc import Callable
@@ -25,17 +26,17 @@ def call(
     interpret: bool,
     aliases: dict[int, int] | None = None,
 ) -> Any:
-    """Runs ``kernel(*args, *out)`` with references to whole arrays, ``grid`` times.
+    """Runs ``grid`` programs of ``kernel(*args, *out)``, with references to whole arrays.
 
     Args:
       kernel: a function of references, in trees like those of ``args`` and ``out``.
-      *args: arrays, or trees of them.
-      name: as profiles show it.
-      out: a tuple of ``jax.ShapeDtypeStruct``, or trees of them.
+      *args: arrays, or trees of arrays.
+      name: the name of the kernel in profiles.
+      out: a tuple of ``jax.ShapeDtypeStruct``, or of trees of them.
       grid: the number of programs.
-      warps: of 32 threads, a program.
-      interpret: runs in Pallas's interpreter, on any backend.
-      aliases: which input is overwritten by which output, by their places among the leaves.
+      warps: the number of warps in a program, of 32 threads each.
+      interpret: whether to run in Pallas's interpreter, which works on any backend.
+      aliases: maps inputs to the outputs that overwrite them, by their places among the leaves.
 
     Returns:
       Arrays, in a tuple like ``out``.
@@ -55,13 +56,14 @@ def call(
 
 
 def load(ref: Any, places: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """The elements at some places of a vector; 0 where masked off."""
+    """Reads elements at the given places of a vector; 0 where ``mask`` is false."""
     return plgpu.load(ref.at[places], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def store(ref: Any, places: jax.Array, values: jax.Array, mask: jax.Array | None = None) -> None:
-    """Writes elements to some places of a vector, where the mask says so."""
+    """Writes elements to the given places of a vector, where ``mask`` is true."""
     if mask is not None:
-        # The interpreter writes what was there before to a place masked off, which may be another's: past the end.
+        # The interpreter writes the old value back to a masked-off place, and another lane may
+        # have written there. So masked-off lanes get a place past the end.
         places = jnp.where(mask, places, ref.shape[0])
     plgpu.store(ref.at[places], values, mask=mask)

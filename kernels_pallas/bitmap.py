@@ -1,9 +1,10 @@
-"""Bitmaps: one bit an element, 32 to a word, the form in which selections and index sets are computed.
+"""Bitmaps: sets of indices, with one bit for each element and 32 bits to a word.
 
-A set of indices out of ``n`` takes ``ceil(n / 32)`` words. Counting it, ranking its members, intersecting two of
-them and writing its members down in ascending order all run over words, 1/32 of the elements, so that selecting
-``k`` of ``n`` elements reads the ``n``-long array once and does the rest in little space. Bit ``i % 32`` of word
-``i // 32`` stands for index ``i``.
+A set of indices below ``n`` takes ``ceil(n / 32)`` words. Bit ``i % 32`` of word ``i // 32``
+stands for index ``i``. To count a set, to rank its members, to intersect two sets and to list the
+members in ascending order, it is enough to go over the words, which number 1/32 of the elements.
+So a selection of ``k`` out of ``n`` elements reads the array of length ``n`` once, and needs
+little memory for the rest.
 """
 
 import jax
@@ -28,15 +29,21 @@ def pack(mask: jax.Array) -> jax.Array:
     Array([5], dtype=uint32)
     """
     columns, tail = _columns(mask)
-    # The columns of the columns' bits are the rows.
+    # Each word holds a column of a square, so its bits form the transposed square. The columns of
+    # that are the rows of the mask.
     words = _pack_columns((columns[:, :, None] & _bits()[None, None]) != 0).reshape(-1)
     return jnp.concatenate([words, tail]) if tail.shape[0] else words
 
 
 def _columns(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The columns of the mask's whole squares of 32 by 32 elements, a word each, shape ``(squares, 32)``; and the rest.
+    """Packs the mask's squares of 32 by 32 elements by columns, and the rest by rows.
 
-    XLA shares a loop out between a CPU's cores, and vectorizes it best when each gets an equal part.
+    The squares cover a multiple of ``STRETCH`` elements: XLA divides a loop between the cores of
+    a CPU, and vectorizes it best if each core gets an equal part.
+
+    Returns:
+      ``(columns, tail)``: the columns of the squares, one word each, shape ``(squares, 32)``; and
+      the words of the elements after the last square.
     """
     whole = mask.shape[0] // STRETCH * STRETCH
     rest = jnp.pad(mask[whole:], (0, (whole - mask.shape[0]) % WORD)).reshape(-1, WORD)
@@ -45,7 +52,10 @@ def _columns(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _pack_columns(squares: jax.Array) -> jax.Array:
-    """Sums over columns, which XLA on a CPU vectorizes three times better than sums over rows."""
+    """Packs each column of each square into a word.
+
+    On a CPU, XLA vectorizes this sum over columns three times better than a sum over rows.
+    """
     return jnp.sum(jnp.where(squares, _bits()[:, None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
@@ -59,7 +69,10 @@ def count(words: jax.Array) -> jax.Array:
 
 
 def count_mask(mask: jax.Array) -> jax.Array:
-    """The number of true elements of a mask, int32: by way of words, many times faster on a CPU than its sum."""
+    """The number of true elements of a mask, int32.
+
+    It counts bits of words, which on a CPU is many times faster than a sum of the mask.
+    """
     columns, tail = _columns(mask)
     return count(columns) + count(tail)
 
@@ -69,10 +82,11 @@ def mark(words: jax.Array, indices: jax.Array) -> jax.Array:
 
     Args:
       words: the bitmap.
-      indices: int32, shape ``(m,)``, no index twice; those past the bitmap are dropped.
+      indices: int32, shape ``(m,)``. No index may occur twice. Indices past the bitmap are
+        dropped.
 
     Returns:
-      The bitmap with the indices' bits set.
+      The bitmap with the bits of these indices set.
     """
     word, bit = _locate(indices)
     already = words.at[word].get(mode="fill", fill_value=0) & bit
@@ -80,15 +94,19 @@ def mark(words: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
-    """Whether each index is a member: booleans of the indices' shape; past the bitmap, False."""
+    """Whether each index is a member: booleans, in the shape of ``indices``.
+
+    An index past the bitmap gives False.
+    """
     word, bit = _locate(indices)
     return (words.at[word].get(mode="fill", fill_value=0) & bit) != 0
 
 
 def starts(words: jax.Array) -> jax.Array:
-    """For each word, how many members stand before it: int32, shape ``(words,)``."""
+    """For each word, the number of members in the words before it: int32, shape ``(words,)``."""
     counts = lax.population_count(words).astype(jnp.int32)
-    # A scan over an eighth of the words, then eight additions: twice as fast on a CPU as one scan.
+    # One scan over an eighth of the words, then additions within each group of eight. On a CPU
+    # this is twice as fast as one scan over all words.
     blocks = jnp.pad(counts, (0, -words.shape[0] % 8)).reshape(-1, 8)
     sums = jnp.sum(blocks, axis=1, dtype=jnp.int32)
     before = [jnp.cumsum(sums, dtype=jnp.int32) - sums]
@@ -98,9 +116,9 @@ def starts(words: jax.Array) -> jax.Array:
 
 
 def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
-    """For each index, how many members are smaller than it: int32, of the indices' shape.
+    """For each index, the number of smaller members: int32, in the shape of ``indices``.
 
-    An index past the bitmap gets a rank past every member.
+    An index past the bitmap gets a rank above those of all members.
     """
     word, bit = _locate(indices)
     here = lax.population_count(words.at[word].get(mode="fill", fill_value=0) & (bit - 1))
@@ -116,9 +134,10 @@ def take_first(words: jax.Array, quota: ArrayLike) -> jax.Array:
 
 
 def take_circle(words: jax.Array, quota: ArrayLike, start: ArrayLike) -> jax.Array:
-    """The bitmap of ``quota`` members round a circle that begins at the member of rank ``start`` (modulo the count).
+    """The bitmap of ``quota`` consecutive members, from the member of rank ``start`` on.
 
-    All members, where there are no more than ``quota``.
+    ``start`` counts modulo the number of members, and after the last member comes the first one.
+    If there are at most ``quota`` members, all of them are taken.
 
     >>> take_circle(jnp.array([0b10110], jnp.uint32), 2, start=2)
     Array([18], dtype=uint32)
@@ -130,21 +149,22 @@ def take_circle(words: jax.Array, quota: ArrayLike, start: ArrayLike) -> jax.Arr
 
 
 def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) -> tuple[jax.Array, jax.Array]:
-    """Writes a bitmap's members down in ascending order.
+    """Lists the members of a bitmap in ascending order.
 
-    When there are more members than ``capacity``, ``capacity`` of them are taken round a circle that begins at the
-    member of rank ``start`` (modulo the count), still written in ascending order. A caller that moves ``start`` on
-    by ``capacity`` each time takes every member in turn.
+    If there are more than ``capacity`` members, it takes ``capacity`` consecutive ones, from rank
+    ``start`` (modulo the count) on; after the last member comes the first one. They are still
+    listed in ascending order. A caller that adds ``capacity`` to ``start`` each time takes every
+    member in turn.
 
     Args:
       words: the bitmap.
-      capacity: length of the result, static.
-      fill: what stands in unused places.
-      start: int32 scalar, the rank at which the circle begins.
+      capacity: the length of the result, static.
+      fill: the value of unused places.
+      start: int32 scalar, the rank of the first member that is taken.
 
     Returns:
-      ``(indices, count)``: int32 of shape ``(capacity,)``, and the int32 number of members, which may exceed
-      ``capacity``.
+      ``(indices, count)``: the members, int32, shape ``(capacity,)``; and the number of members,
+      an int32 scalar, which may exceed ``capacity``.
 
     >>> members(jnp.array([0b10110], jnp.uint32), 2, fill=5)
     (Array([1, 2], dtype=int32), Array(3, dtype=int32))
@@ -157,8 +177,9 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
     if not words.shape[0]:
         return jnp.full_like(slot, fill), total
     wrapped, gap = circle(total, capacity, start)
-    # The place at which a word's first member would be written, those in the gap all at its end. The last word that
-    # claims a place owns it and those after it, up to the next claim, which is at most 32 places on.
+    # Each word claims the place of its first member in the result. Words whose first member lies
+    # in the gap all claim the place after the gap. The last word that claims a place owns it, and
+    # owns the places after it up to the next claim, which is at most 32 places on.
     claim = jnp.where(before < wrapped, before, jnp.maximum(before - gap, wrapped))
     claim = jnp.where(words != 0, claim, capacity)
     owner = jnp.zeros(capacity, jnp.int32).at[claim].max(lax.iota(jnp.int32, words.shape[0]), mode="drop")
@@ -170,11 +191,14 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
 
 
 def circle(total: jax.Array, capacity: ArrayLike, start: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Which ``capacity`` of ``total`` ranks are taken round a circle that begins at rank ``start``.
+    """Chooses ``capacity`` of ``total`` ranks in a circle: after the last rank comes the first.
+
+    It takes consecutive ranks, from rank ``start`` (modulo ``total``) on. If
+    ``total <= capacity``, all ranks are taken, in order.
 
     Returns:
-      ``(wrapped, gap)``, of the shape of ``total``: place ``j`` of the result holds rank ``j`` where ``j < wrapped``
-      and rank ``j + gap`` elsewhere. All are taken, in order, when ``total <= capacity``.
+      ``(wrapped, gap)``, in the shape of ``total``. Place ``j`` of the result holds rank ``j`` if
+      ``j < wrapped``, and rank ``j + gap`` otherwise.
     """
     over = total > capacity
     start = jnp.where(over, start % jnp.maximum(total, 1), 0)
@@ -183,7 +207,10 @@ def circle(total: jax.Array, capacity: ArrayLike, start: ArrayLike) -> tuple[jax
 
 
 def turn(step: jax.Array, capacity: ArrayLike) -> jax.Array:
-    """Where the circle begins at a step, so that each step takes up where the one before left off."""
+    """The rank from which members are taken at a step: ``step * capacity``, modulo ``2**31``.
+
+    So each step continues where the step before stopped.
+    """
     return (step.astype(jnp.uint32) * jnp.asarray(capacity).astype(jnp.uint32) & jnp.uint32(2**31 - 1)).astype(
         jnp.int32
     )
@@ -194,7 +221,10 @@ def _locate(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """The position of the n-th set bit (from 0) of each word, by halving: int32. Past the last one, at least it."""
+    """The position of the n-th set bit of each word, int32. It is found by repeated halving.
+
+    ``n`` counts from 0. If a word has no n-th set bit, the position is 31.
+    """
     position = jnp.zeros_like(n)
     for half in (16, 8, 4, 2, 1):
         low = word & jnp.uint32((1 << half) - 1)

@@ -1,4 +1,7 @@
-"""The vectors on which the kernels are tested, compiled, tuned and timed: one list, so that what is timed is tested."""
+"""The vector lengths on which the kernels are tested, compiled, tuned and timed.
+
+All of these uses take their lengths from this one list.
+"""
 
 from typing import NamedTuple
 
@@ -6,22 +9,22 @@ import jax.numpy as jnp
 
 
 class Shape(NamedTuple):
-    """A vector to select from.
+    """The length of a vector to select from.
 
     Attributes:
-      name: whose gradient it is.
-      n: its elements.
+      name: the model whose gradient has this length.
+      n: the number of elements.
     """
 
     name: str
     n: int
 
     def k(self, density: float) -> int:
-        """How many elements are kept at a density, at least 1 where there is one."""
+        """The number of elements kept at a density: at least 1, unless the vector is empty."""
         return min(max(round(density * self.n), 1), self.n)
 
 
-# The models of the papers: Ok-Topk's table 2, and the Transformer of HiTopKComm's section 5.
+# The models of the papers: table 2 of Ok-Topk, and the Transformer of section 5 of HiTopKComm.
 MODELS = (
     Shape("1M", 1_000_000),
     Shape("VGG-16", 14_728_266),
@@ -32,5 +35,6 @@ MODELS = (
 DENSITIES = (0.001, 0.01)
 GRADIENTS = (jnp.float32, jnp.bfloat16)
 
-# What an interpreter can run: nothing, less than a vector register, about a block of 1024, a few, and odd ends.
+# Lengths that Pallas's interpreter can run: empty, shorter than a vector register, around a block
+# of 1024, a few blocks, and a few blocks with a ragged end.
 SMALL = (0, 1, 7, 1023, 1024, 1025, 4096, 10_007)

@@ -1,4 +1,7 @@
-"""Compiling for GPUs that are not there, with JAX's CUDA plugin: ``make test`` installs it where it can."""
+"""Compiles for GPUs that are not there, by JAX's CUDA plugin.
+
+``make test`` installs the plugin where possible.
+"""
 
 import importlib.util
 import pathlib
@@ -21,19 +24,22 @@ H200 = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
 
 
 def devices(topology: str) -> list[Any]:
-    """Devices to compile for, and not to run on: ``"1x8x1"`` is eight GPUs in one machine."""
+    """Devices to compile for, but not to run on. ``"1x8x1"`` is eight GPUs in one machine."""
     return topologies.get_topology_desc(platform="cuda", target_config=H200, topology=topology).devices
 
 
 class Kernel:
-    """One function of the machine's, as PTX."""
+    """One compiled kernel, as PTX code."""
 
     def __init__(self, text: str):
         self.name = re.search(r"\.entry (\w+)\(", text)[1]
         self.text = text
 
     def accesses(self, what: str) -> list[int]:
-        """The bytes that a thread takes in each access to the GPU's memory that no mask guards; ``what``: ld or st."""
+        """The bytes of each access of a thread to the GPU's memory, without accesses under a mask.
+
+        ``what`` is ``"ld"`` for loads or ``"st"`` for stores.
+        """
         found = re.findall(rf"(?:^|;)[ \t]*{what}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.text, flags=re.M)
         return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
 
@@ -51,7 +57,7 @@ class Compiled:
                 "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
                 "xla_dump_to": folder,
                 "xla_dump_emitter_re": "ptx",
-                # The tests' own setting is for programs that run once.
+                # The tests set these otherwise, for programs that run once.
                 "xla_backend_optimization_level": 3,
                 "xla_llvm_disable_expensive_passes": False,
             }
@@ -59,24 +65,25 @@ class Compiled:
             dumped = "".join(path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx")))
         self.text = self.program.as_text()
         self.memory = self.program.memory_analysis()
-        # XLA's own fusions are the compiler's affair. It numbers kernels of the same name.
+        # Leave out XLA's own fusions. XLA adds numbers to the names of kernels that have the same
+        # name.
         ours = "|".join(set(re.findall(r'name = "(\w+)", num_stages', self.text)))
         entries = re.split(r"(?=^\.visible \.entry)", dumped, flags=re.M)[1:]
         self.kernels = [kernel for kernel in map(Kernel, entries) if re.fullmatch(rf"({ours})(_+\d+)?", kernel.name)]
 
     @property
     def reader(self) -> Kernel:
-        """The kernel that reads most at a time."""
+        """The kernel with the largest number of 16-byte loads."""
         return max(self.kernels, key=lambda kernel: kernel.accesses("ld").count(16))
 
 
 def abstract(shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> AbstractMesh:
-    """H200s that are not there, to lower for."""
+    """A mesh of H200s that are not there, to lower for."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names), abstract_device=device)
 
 
 def lowered(fn: Callable[..., Any], *args: Any) -> str:
-    """What JAX hands to the compiler for an H200, without the plugin."""
+    """The program that JAX passes to the compiler for an H200. It needs no plugin."""
     with use_abstract_mesh(abstract()):
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,4 +1,4 @@
-"""Sparse into dense: the kernel and the plain form against numpy, to the bit."""
+"""Compares ``add_sparse`` with numpy bit for bit, both the kernel and the plain form."""
 
 import functools
 
@@ -15,7 +15,7 @@ IMPLEMENTATIONS = ("xla", "interpret")
 
 
 def draw(n: int, k: int, lists: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A vector, and lists of ``k`` places, some of them padding."""
+    """Draws a dense vector, and lists of ``k`` values and indices, some of them padding."""
     rng = np.random.default_rng(seed)
     indices = np.full((lists, k), n, np.int32)
     for row in indices:
@@ -61,7 +61,7 @@ def test_the_order_of_the_lists_is_the_order_of_the_sum(implementation: str):
 def test_one_list_and_any_scale(implementation: str):
     dense, values, indices = draw(3000, 500, 1)
     got = add(jnp.asarray(dense), values[0], indices[0], -0.37, implementation=implementation)
-    # A compiler may round the product, or not.
+    # The compiler may or may not round the product before it adds.
     np.testing.assert_allclose(got, expected(dense, values, indices, -0.37), rtol=1e-6, atol=1e-7)
 
 
@@ -83,7 +83,10 @@ def test_under_shard_map_and_vmap(implementation: str, check: bool):
 
 
 def test_the_dense_vector_is_overwritten():
-    """No other array of its length, in either form; the interpreter copies, a GPU's compiler is asked elsewhere."""
+    """The plain form makes no other array of its length.
+
+    The interpreter copies the vector. For the kernel, test_kernels_cuda.py asks a GPU's compiler.
+    """
     dense, values, indices = draw(100_000, 100, 2)
     compiled = add.lower(jnp.asarray(dense), values, indices, implementation="xla").compile()
     memory = compiled.memory_analysis()

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels, where there is no GPU: that it would run, and that it notices wrong results."""
+"""Tests the benchmark of the kernels without a GPU: it runs, and it notices wrong results."""
 
 import json
 import re
@@ -90,7 +90,7 @@ def test_inputs_in_turn_exceed_the_cache(monkeypatch):
         assert timing.sets_of(size) >= 2
         assert timing.sets_of(size) * size >= 2 * 50 * 2**20
     calls = timing.jax_calls(lambda x, y: (x, y + x), [[jnp.float32(i), jnp.float32(0)] for i in (1, 10)], (1,))
-    # What was overwritten comes round again.
+    # The output of a call is an input when its set is used again.
     assert [float(calls(number)[1]) for number in range(6)] == [1, 10, 2, 20, 3, 30]
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_run_is_refused(args: list[str], message: str, capsys):
 
 
 def test_shapes():
-    """The papers' models, and what is kept of them."""
+    """The models of the papers, and the number of elements kept of each."""
     assert [shape.n for shape in shapes.MODELS] == [1_000_000, 14_728_266, 27_569_568, 110_000_000, 133_547_324]
     assert [shapes.MODELS[1].k(density) for density in shapes.DENSITIES] == [14_728, 147_283]
     assert [shapes.Shape("", n).k(0.01) for n in (0, 1, 10, 1000)] == [0, 1, 1, 10]

@@ -1,4 +1,7 @@
-"""Compaction kernels in Pallas's interpreter against the plain form and numpy, to the bit; and their lowering."""
+"""Tests the compaction kernels in Pallas's interpreter, and lowers them for CUDA.
+
+Compares their results bit for bit with those of the plain form and of numpy.
+"""
 
 import functools
 import math
@@ -21,7 +24,7 @@ from kernels_pallas.accumulate_and_select import triton, xla
 from kernels_pallas.select_above.triton import Plan, _stage, compact
 
 TINY = np.finfo(np.float32).tiny
-# n, block, slots, capacity, limit, clear, type of the gradient.
+# The length n, block, slots, capacity, limit, clear, and the type of the gradient.
 CASES = [
     (1, 128, 16, 3, math.inf, True, jnp.float32),
     (127, 128, 8, 20, 100.0, True, jnp.float32),
@@ -36,7 +39,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.5, np.nan, np.inf, -np.inf, 1e-40, -1e-40, TI
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """As XLA has a CPU do with what it reads and what it makes."""
+    """Flushes subnormal numbers to zero, as XLA on a CPU does with inputs and results."""
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
 
 
@@ -57,7 +60,7 @@ def oracle(grad, residual, threshold, start, keep, *, capacity, limit, clear):
 
 
 def assert_same_bits(got, expected) -> None:
-    """But for those of NaN."""
+    """Compares bit for bit, except for the bits of NaN."""
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.dtype == b.dtype
@@ -78,7 +81,7 @@ floats = st.floats(width=32, allow_subnormal=False) | st.sampled_from(SPECIAL)
 
 @st.composite
 def vectors(draw, n: int):
-    """Values drawn one by one, with a stretch of one of them, so that hits crowd and tie."""
+    """Draws vectors with a run of equal values, so that some blocks have many hits and ties."""
     x = draw(hnp.arrays(np.float32, n, elements=floats, fill=st.sampled_from(SPECIAL)))
     begin = draw(st.integers(0, n))
     x[begin : begin + draw(st.integers(0, 200))] = draw(st.sampled_from(SPECIAL))
@@ -111,7 +114,7 @@ def test_accumulate_and_select(case):
 
 @pytest.mark.parametrize("hits", ["none", "all", "one block", "each block's slots", "the ragged end"])
 def test_crowded_blocks_and_a_full_result(hits: str):
-    """Eight slots to a block of 128, a result of 20."""
+    """With eight slots in a block of 128, and a result of 20 elements."""
     i = np.arange(127 + 3 * 128)
     marked = {
         "none": i < 0,
@@ -134,7 +137,11 @@ def test_crowded_blocks_and_a_full_result(hits: str):
 
 
 def test_a_crowded_block_keeps_to_its_slots():
-    """On a GPU its neighbour may already have written; the interpreter takes one block after the other."""
+    """A block with too many hits must not write to the slots of the next block.
+
+    On a GPU the next block may have written them already. The interpreter runs one block after
+    the other, so it would not show such an error in the result.
+    """
     x = np.pad(np.arange(1, 129, dtype=np.float32), (0, 128))
     plan = Plan(n=256, capacity=20, block=128, slots=8)
     values, counts = jax.ShapeDtypeStruct((16,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -227,7 +234,10 @@ def on_each_worker(name: str, mesh: Mesh | AbstractMesh, threshold_spec: Partiti
 
 @pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec()], ids=["own threshold", "same threshold"])
 def test_under_shard_map(spec: PartitionSpec):
-    """Values where variance is not tracked, which Pallas's interpreter can't in loops; the lowering either way."""
+    """Compares values without tracking of variance, and lowers with and without it.
+
+    Pallas's interpreter cannot track variance in loops.
+    """
     grad, residual, threshold = batch()
     args = grad.reshape(-1), residual.reshape(-1), threshold if spec else threshold[:1]
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -240,7 +250,7 @@ def test_under_shard_map(spec: PartitionSpec):
 
 
 def test_inside_control_flow():
-    """Three steps whose residual goes round, each in one branch or the other."""
+    """Three steps that carry the residual on. Each step takes one of two branches."""
     grad, residual, threshold = batch()
 
     def steps(name):

@@ -1,4 +1,4 @@
-"""Which form of an operation runs, and that all JAX's transformations go through the choice."""
+"""Tests which form of an operation runs, and that the choice works under JAX's transformations."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,11 @@ def taken(x, y=1.0, implementation=None, forms=FORMS, **options):
 
 @pytest.fixture(params=[False, True], ids=["cpu", "cuda"])
 def cuda(request, monkeypatch):
-    """In a process with a GPU both forms are traced; what is lowered for its CPU is the plain one."""
+    """Whether the process sees a GPU.
+
+    If it does, the kernel and the plain form are traced, and the plain form is lowered for the
+    CPU.
+    """
     monkeypatch.setattr(_implementation, "sees_cuda", lambda: request.param)
     return request.param
 
@@ -74,7 +78,7 @@ def lowered(**options) -> str:
 
 
 def test_what_is_lowered_for_a_gpu(monkeypatch):
-    """Only the form that was chosen is in it."""
+    """The lowered program has only the form that was chosen."""
     monkeypatch.setattr(_implementation, "sees_cuda", lambda: True)
     for options, operation in (({}, "cosine"), ({"on_cuda": "mosaic"}, "exponential"), ({"on_cuda": "xla"}, "sine")):
         text = lowered(**options)

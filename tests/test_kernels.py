@@ -1,4 +1,4 @@
-"""Selection against numpy, on inputs that are easy to get wrong."""
+"""Compares the selection operations with numpy, on inputs that are easy to get wrong."""
 
 import functools
 
@@ -15,7 +15,7 @@ import oracles
 from jsparse.bench import select as bench_select
 from kernels_pallas import bitmap
 
-LONG = 300_000  # Above this a sample decides where to look.
+LONG = 300_000  # More than 4 * 65,536: a vector of this length is sampled first.
 
 
 def ramp(n: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def jitted_ms_top_k(x, k, searches, turn=0):
     "n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
 )
 def test_ms_top_k_finds_the_largest_magnitudes(name: str, n: int, k: int):
-    """With as many searches as a magnitude has bits it is exact, ties apart."""
+    """With as many searches as a magnitude has bits, MSTopK is exact, except for ties."""
     x = make(name, n)
     values, indices, count = (np.asarray(part) for part in jitted_ms_top_k(x, k, 32))
     expected = top_k(x, k)
@@ -137,7 +137,7 @@ def test_ms_top_k_follows_the_paper(name: str, searches: int):
 
 
 def test_ms_top_k_on_gaussian_values():
-    """The paper's figure: with 30 searches more than 99 % are those of the exact top-k."""
+    """The paper's figure: with 30 searches more than 99 % of them are in the exact top-k."""
     x = make("gaussian", LONG)
     for k, searches, least in ((300, 30, 0.99), (3000, 30, 0.99), (3000, 8, 0.9)):
         found = np.intersect1d(jitted_ms_top_k(x, k, searches)[1], top_k(x, k)).size / k
@@ -146,7 +146,7 @@ def test_ms_top_k_on_gaussian_values():
 
 
 def test_the_window_of_ms_top_k_turns():
-    x = np.where(np.arange(100) % 3 == 0, 1.0, 0.0)  # 34 qualify
+    x = np.where(np.arange(100) % 3 == 0, 1.0, 0.0)  # 34 elements qualify.
     members = np.flatnonzero(x)
     for turn in range(8):
         expected = np.sort(np.roll(members, -(10 * turn % 34))[:10])
@@ -170,7 +170,7 @@ def jitted_statistics(x, thresholds):
 
 
 def test_what_overflows_is_taken_in_turn():
-    x = jnp.where(jnp.arange(100) % 3 == 0, 1.0, 0.0)  # 34 qualify
+    x = jnp.where(jnp.arange(100) % 3 == 0, 1.0, 0.0)  # 34 elements qualify.
     members = np.flatnonzero(x)
     select = jax.jit(functools.partial(kernels_pallas.select_above, threshold=1.0, capacity=10))
     for start in range(0, 80, 10):
@@ -186,7 +186,7 @@ def test_the_estimate_is_close(name: str):
     x = make(name, 1_000_000)
     for k in (10_000, 1_000):
         threshold = float(kernels_pallas.estimate_kth_magnitude(x, k))
-        # Five standard deviations of a sample of 65,536.
+        # Within five standard deviations of a sample of 65,536 elements.
         assert abs(np.count_nonzero(np.abs(x) >= threshold) / k - 1) < 5 * (k * 65536 / 1e6) ** -0.5
 
 
@@ -201,7 +201,7 @@ def test_the_estimate_of_a_short_vector_is_exact():
 def test_float64(n: int):
     with jax.enable_x64(True):
         x = np.random.default_rng(0).standard_normal(n)
-        # Differs from its neighbours beyond what a float32 holds.
+        # Neighbours differ by less than float32 can represent.
         x[: n // 2] = 1 + np.arange(n // 2) * 1e-14
         found, threshold = jitted_top_k(jnp.asarray(x), n // 50)
         assert found[0].dtype == threshold.dtype == jnp.float64
@@ -216,7 +216,7 @@ vectors = hnp.arrays(np.float32, st.integers(1, 130), elements=floats | st.sampl
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(vectors, st.sampled_from([1, 2, 7, 40, 130]))
 def test_top_k_of_anything(x: np.ndarray, k: int):
-    padded = np.pad(x, (0, 130 - len(x)))  # One executable for each k.
+    padded = np.pad(x, (0, 130 - len(x)))  # One length, so that each k needs one executable.
     assert_run(padded, jitted_top_k(padded, k)[0], top_k(padded, k))
 
 

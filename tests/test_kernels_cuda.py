@@ -1,7 +1,8 @@
-"""The kernels as a GPU gets them: lowered on every machine, and compiled for an H200 where JAX's CUDA plugin is.
+"""Lowers the kernels for GPUs, and compiles them for an H200 where JAX's CUDA plugin is installed.
 
-A row of the benchmark buys both. What they compute is tested elsewhere, in Pallas's interpreter. Of Triton's
-kernels XLA writes down the machine's code; of Mosaic's it shows none, and their lowering and memory must do.
+The tests run over the rows of the benchmark. Other files test what the kernels compute, in
+Pallas's interpreter. XLA dumps the code of Triton's kernels, and tests read it. It dumps none of
+Mosaic's, so for these only the lowering and the memory are tested.
 """
 
 import functools
@@ -21,7 +22,7 @@ from kernels_pallas.shapes import MODELS, Shape
 ROW = {op.name: op for op in operations()}
 KERNELS = {"triton": "custom_call @__gpu$xla.gpu.triton", "mosaic": "custom_call @mosaic_gpu"}
 FORMS = [(op.name, form) for op in ROW.values() for form in op.forms if form in KERNELS]
-# Made of the others' kernels, and long to compile.
+# They consist of the kernels of other operations, and take long to compile.
 COMPOSED = ("select_top_k", "select_ms_top_k")
 # VGG-16's gradient has a ragged end.
 VGG = MODELS[1]
@@ -30,7 +31,7 @@ FLOAT = jnp.dtype(jnp.float32).itemsize
 
 
 def program(name: str, form: str | None, n: int):
-    """A form of an operation, and what it takes."""
+    """A form of an operation, and the shapes of its arguments."""
     op, k = ROW[name], Shape("", n).k(DENSITY)
     return op.ours(n, k, form), jax.eval_shape(lambda: draw(op.inputs, n, k, 0))
 
@@ -40,7 +41,7 @@ def program(name: str, form: str | None, n: int):
 def test_lowering_for_cuda(name: str, form: str, n: int):
     fn, args = program(name, form, n)
     text = lowered(fn, *args)
-    # XLA's own forms serve short vectors.
+    # For short vectors some operations use XLA's own forms.
     assert n < VGG.n or KERNELS[form] in text
 
 
@@ -56,7 +57,7 @@ def test_lowering_for_cuda(name: str, form: str, n: int):
     ],
 )
 def test_what_is_chosen_on_a_gpu(monkeypatch, name: str, form: str | None):
-    """As docs/kernels.md has it."""
+    """The choices are those in the table of docs/kernels.md."""
     monkeypatch.setattr(_implementation, "sees_cuda", lambda: True)
     fn, args = program(name, None, VGG.n)
     text = lowered(fn, *args)
@@ -70,7 +71,11 @@ def compiled(name: str, form: str = "triton") -> Compiled:
 
 
 def on_a_gpu(*names: str, forms: tuple[str, ...] = ("triton",)):
-    """For each of the forms that are compiled, of all operations or those whose names begin so, in one process."""
+    """Parametrizes a test over the forms that are compiled, and runs it in one process.
+
+    The forms are those of all operations, or of the operations whose names begin with one of
+    ``names``.
+    """
     chosen = [
         (name, form)
         for name, form in FORMS
@@ -86,13 +91,13 @@ def on_a_gpu(*names: str, forms: tuple[str, ...] = ("triton",)):
 
 @on_a_gpu()
 def test_every_kernel_is_there(name: str, form: str):
-    """Compiled without registers spilt to memory, which the compiler was told to refuse."""
+    """None spills registers to memory: the compiler is told to refuse such a kernel."""
     assert compiled(name, form).kernels
 
 
 @on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms")
 def test_long_vectors_are_read_16_bytes_at_a_time(name: str, form: str):
-    """But for their ragged end, which a mask guards."""
+    """Except for their ragged end, which has a mask."""
     loads = compiled(name, form).reader.accesses("ld")
     assert loads.count(16) >= 4
     assert sum(size for size in loads if size == 16) >= 0.8 * sum(loads), loads
@@ -120,7 +125,7 @@ def test_nothing_long_is_copied(name: str, form: str):
 @needs_plugin
 @pytest.mark.xdist_group("cuda")
 def test_a_kernel_that_spills_is_refused():
-    """So that the tests above say something."""
+    """Without this the tests above would not show that no kernel spills."""
 
     def kernel(x, y, out):
         a, b = x[...], y[...]

@@ -1,4 +1,7 @@
-"""Statistics and the k-th magnitude as GPUs compute them, against numpy and the plain form; and their lowering."""
+"""Tests the GPU forms of the statistics and of the k-th magnitude.
+
+Compares them with numpy and with the plain form, and lowers them for CUDA.
+"""
 
 import functools
 
@@ -25,7 +28,7 @@ BLOCK = 128
 TINY = np.finfo(np.float32).tiny
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.5, np.nan, 1e-40, -1e-40, TINY, -TINY, 3.4e38, -3.4e38, 1e-30, 2.0**127]
 THRESHOLDS = np.array([0.0, TINY, 1e-40, 1.0, 2.5, 1e30, np.inf, np.nan], np.float32)
-# n, type of x, whether something is added to it, how many thresholds.
+# The length n, the type of x, whether a vector is added to x, and the number of thresholds.
 CASES = [
     (1, jnp.float32, False, 8),
     (127, jnp.float32, True, 3),
@@ -56,7 +59,11 @@ def make(name: str, n: int) -> np.ndarray:
 
 
 def assert_describes(got: kernels_pallas.MagnitudeStatistics, x: np.ndarray, thresholds: np.ndarray) -> None:
-    """Against sums in float64, within a few units in the last place of the largest summand; with infinities, counts."""
+    """Compares statistics with sums in float64.
+
+    The tolerance of a mean is a few units in the last place of the mean magnitude. If there are
+    infinities, the means only have to be infinite, or NaN.
+    """
     x = np.where(np.abs(x) >= TINY, x, 0).astype(np.float64)
     a, n = np.abs(x), max(len(x), 1)
     np.testing.assert_array_equal(got.counts, [np.count_nonzero((a >= t) & (a > 0)) for t in thresholds])
@@ -98,7 +105,7 @@ def test_statistics_of_anything(case):
             x = x.astype(dtype)
             total = x.astype(np.float32)
             if added:
-                # As XLA has a CPU do with what it reads.
+                # XLA on a CPU flushes the numbers that it reads in the same way.
                 total, add = (np.where(np.abs(part) < TINY, np.float32(0), part) for part in (total, add))
                 total = total + add
         args = x, THRESHOLDS[:m], add if added else None
@@ -110,7 +117,7 @@ def test_statistics_of_anything(case):
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_statistics_norms_and_counts(name: str, monkeypatch):
-    """With more than a block of the size that a GPU gets."""
+    """On a vector that is longer than a block of the size that GPUs use."""
     monkeypatch.setattr(counts_triton, "SHORT", 1000)
     x = make(name, triton.BLOCK + 905)
     thresholds = np.append(THRESHOLDS, np.float32(np.median(np.abs(x))))
@@ -135,7 +142,7 @@ def describe_all(x, thresholds, form: str):
 
 @pytest.mark.parametrize("form", ["xla", "interpret", "mosaic"])
 def test_statistics_of_nothing(form: str):
-    """In any form: no kernel is run."""
+    """An empty vector runs no kernel, in any form."""
     found = kernels_pallas.magnitude_statistics(jnp.zeros(0), THRESHOLDS, implementation=form)
     assert_describes(found, np.zeros(0, np.float32), THRESHOLDS)
     if form != "mosaic":
@@ -150,7 +157,7 @@ def test_counts_above_nothing(monkeypatch):
 
 
 def test_means_of_many_elements():
-    """A running sum in float32 would be wrong in the third digit."""
+    """With a running sum in float32 the third digit would be wrong."""
     x = jnp.full(2**22 + 1, 0.1, jnp.float32)
     found = statistics("xla", BLOCK)(x, jnp.zeros(0), None)
     parts = xla.Part(*[jnp.full(64, leaf) for leaf in xla.describe(x[: 2**16])])
@@ -159,7 +166,7 @@ def test_means_of_many_elements():
 
 
 def test_blocks_of_unlike_size_combine():
-    """What one block's unit makes overflow or vanish is within another's."""
+    """Values that would overflow or vanish in the unit of one block are in range in another's."""
     x = np.repeat(np.array([1e-37, 3e38, 0, -3e38, 1e-20, 2e18], np.float32), BLOCK)
     got = statistics("interpret", BLOCK)(x, THRESHOLDS, None)
     assert_describes(got, x, THRESHOLDS)
@@ -167,7 +174,8 @@ def test_blocks_of_unlike_size_combine():
     assert_describes(statistics("interpret", BLOCK)(x[-2 * BLOCK :], THRESHOLDS, None), x[-2 * BLOCK :], THRESHOLDS)
 
 
-# The superset manner needs 4 * SAMPLE elements, and whole passes by the kernel more than SHORT.
+# The search in a superset needs more than 4 * SAMPLE elements. Passes by the kernel over the
+# whole vector need more than SHORT.
 FORMS = ("interpret", "xla")
 N, SAMPLE, SHORT = 3001, 256, 1500
 RANKS = (30, 2000)
@@ -175,7 +183,7 @@ RANKS = (30, 2000)
 
 @pytest.fixture
 def short(monkeypatch):
-    """Makes vectors long that an interpreter can run."""
+    """Lowers the limits, so that vectors short enough for the interpreter count as long."""
     monkeypatch.setattr(kth_xla, "SAMPLE", SAMPLE)
     monkeypatch.setattr(counts_triton, "SHORT", SHORT)
     monkeypatch.setattr(kth_triton, "SHORT", SHORT)
@@ -198,7 +206,7 @@ def test_selection_is_the_same_to_the_bit(k: int, short):
         x = make(name, N)
         got, expected = (select_all(x, k, form) for form in ("interpret", "xla"))
         if np.isnan(x).any():
-            # Where few searches begin is up to the norms, which may be anything.
+            # With few searches the result depends on the norms, which are undefined with NaN.
             del got["few searches"], expected["few searches"]
         jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), got, expected)
         magnitudes = np.sort(np.where(np.abs(x) >= TINY, np.abs(x), 0))
@@ -237,7 +245,7 @@ def test_passes_share_the_bits():
 
 
 def run(form: str | None, x, thresholds):
-    """Several operations, as one vector; the passes of the search by the kernel, too."""
+    """The results of several operations in one vector, also of a search by kernel passes."""
     found = kernels_pallas.magnitude_statistics(x, thresholds, add=x, implementation=form)
     counts = kernels_pallas.count_above_many(x, thresholds, implementation=form)
     largest, _ = kernels_pallas.norms(x, implementation=form)
@@ -247,7 +255,7 @@ def run(form: str | None, x, thresholds):
 
 @pytest.mark.parametrize("form", ["interpret", None])
 def test_under_every_transformation(form: str | None, monkeypatch):
-    """In Pallas's interpreter, and where a GPU is in the process, but this is compiled for its CPU."""
+    """In Pallas's interpreter, and in a process that sees a GPU but compiles this for its CPU."""
     monkeypatch.setattr(counts_triton, "SHORT", 500)
     monkeypatch.setattr(kth_triton, "SHORT", 500)
     if form is None:
@@ -286,13 +294,13 @@ def test_statistics_lower_for_cuda(form: str, custom_call: str, n: int, dtype, a
     x, add = (jax.ShapeDtypeStruct((n,), kind) for kind in (dtype, jnp.float32))
     text = lowered(f, x, add if added else None, jax.ShapeDtypeStruct((m,), jnp.float32))
     assert text.count(custom_call) == 1
-    # Nothing as long as the vector is made beside it.
+    # No other array of the length of the vector is made.
     assert f"tensor<{n}xf32> loc" not in text
     assert "stablehlo.slice" not in text or form == "mosaic"
 
 
 def test_selection_lowers_for_cuda(monkeypatch):
-    """Left to choose, it takes the kernels."""
+    """If no implementation is named, the kernels are chosen."""
     monkeypatch.setattr(_implementation, "sees_cuda", lambda: True)
     x = jax.ShapeDtypeStruct((14_728_266,), jnp.float32)
     for f in (kernels_pallas.kth_magnitude, kernels_pallas.select_ms_top_k):

@@ -1,4 +1,4 @@
-"""Whole synchronisations with each implementation of the kernels: the same to the bit."""
+"""Whole synchronisations give the same bits with each implementation of the kernels."""
 
 import re
 
@@ -17,18 +17,19 @@ from gpus import abstract, devices, lowered, needs_plugin
 from jsparse import select
 
 SIZE, STEPS = 4, 3
-# Each kernel, as selectors and all-reduces use them; with as many workers as in other tests of these rows.
+# These rows use each kernel, as selectors and all-reduces do. They have as many workers as in
+# other tests of these rows.
 NAMES = ["oktopk", "hitopk", "gaussiank"]
 OTHERS = ["oktopk-sampled", "oktopk-reused", "oktopk-mstopk", "gtopk", "topk_allgather-dgc", "oktopk-bf16"]
 DENSITY = 0.02
 
 
 def assert_equal(got, expected, rounding: float = 0) -> None:
-    """To the bit; of thresholds to rounding, where that is given."""
+    """Compares trees bit for bit; thresholds up to the relative error ``rounding``."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
         other = dict(jax.tree_util.tree_leaves_with_path(got))[path]
         assert other.dtype == leaf.dtype
-        # NumPy does not know bfloat16's NaN.
+        # NumPy does not recognise NaN in bfloat16.
         other, leaf = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in (other, leaf))
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(other, leaf, rounding if name.endswith("threshold") else 0, err_msg=name)
@@ -46,12 +47,12 @@ def test_a_whole_step_is_the_same_with_each_implementation(row: Row, size: int):
     expected = run(*transports.workers(row, size), size)
     with kernels_pallas.using("interpret"):
         got = run(*transports.workers.__wrapped__(row, size), size)
-    # Gaussian-k's threshold is made of sums of floats.
+    # The threshold of Gaussian-k comes from sums of floats.
     assert_equal(got, expected, rounding=1e-6 if row.name == "gaussiank" else 0)
 
 
 def run(state, update, size: int):
-    """Updates and states of some steps."""
+    """The updates and states of some steps."""
     seen = []
     for gradient in scenarios.take("ordinary", size, STEPS):
         updates, state = update(transports.tree(gradient.astype(np.float32)), state)
@@ -59,11 +60,11 @@ def run(state, update, size: int):
     return seen
 
 
-N = 9001  # Some whole blocks, and a ragged rest.
+N = 9001  # Some whole blocks and a ragged end.
 
 
 def flat_step(selector, mesh, check_vma: bool):
-    """Ok-Topk over one flat gradient, which is accumulated and selected from in one pass."""
+    """Ok-Topk over one flat gradient, accumulated and selected from in one pass if possible."""
     tx = jsparse.oktopk("data", density=DENSITY, select=selector)
     along = PartitionSpec("data")
     begin = jax.shard_map(lambda: tx.init(jnp.zeros(N)), mesh=mesh, in_specs=(), out_specs=along, check_vma=check_vma)
@@ -74,7 +75,7 @@ def flat_step(selector, mesh, check_vma: bool):
 
 
 def flat_steps(selector, dtype, implementation: str, check_vma: bool):
-    """Means and states of some steps, with a NaN in the second."""
+    """The means and states of some steps; the gradient of the second step has a NaN."""
     rng, seen = np.random.default_rng(0), []
     with kernels_pallas.using(implementation):
         begin, step = flat_step(selector, Mesh(np.array(jax.devices()[:SIZE]), ("data",)), check_vma)
@@ -94,7 +95,10 @@ def flat_steps(selector, dtype, implementation: str, check_vma: bool):
     ids=["sampled", "fixed"],
 )
 def test_one_pass_over_a_flat_gradient(selector, dtype):
-    """Where variance is tracked Pallas's interpreter can't run; the plain forms are the same there."""
+    """The kernel runs without tracking of variance, because Pallas's interpreter cannot track it.
+
+    The plain form is run both with it and without it.
+    """
     kernel = flat_steps(selector, dtype, "interpret", False)
     for check_vma in (True, False):
         assert_equal(kernel, flat_steps(selector, dtype, "xla", check_vma))
@@ -106,19 +110,22 @@ def test_one_pass_over_a_flat_gradient(selector, dtype):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("selector", [select.SampledThreshold(DENSITY), select.TopK(DENSITY)], ids=["sampled", "exact"])
 def test_a_whole_step_as_a_gpu_gets_it(selector, check_vma: bool):
-    """The kernels are in it, and a gradient that is not flat goes through them, too."""
+    """The lowered step has the kernels of compaction, with either selector."""
     with kernels_pallas.using("triton"):
         begin, step = flat_step(selector, abstract((SIZE,), ("data",)), check_vma)
         state = jax.eval_shape(begin)
         text = lowered(step, jax.ShapeDtypeStruct((SIZE * N,), jnp.float32), state)
-    # Staging, ranking and placing.
+    # The kernels that stage, rank and place.
     assert text.count("xla.gpu.triton") >= 3
 
 
 @needs_plugin
 @pytest.mark.xdist_group("cuda")
 def test_nothing_long_is_copied_in_a_whole_step():
-    """On four H200s: the residual is overwritten, and what stands beside it is a fraction of it."""
+    """A step compiled for four H200s overwrites the residual.
+
+    Its temporary memory is less than a quarter of the residual.
+    """
     n, mesh, along = 14_728_266, Mesh(np.array(devices("1x4x1")), ("data",)), PartitionSpec("data")
     tx = jsparse.oktopk("data", density=0.01, select=select.SampledThreshold(0.01))
     with kernels_pallas.using("triton"), jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Quantizers against numpy: what they decode, that they are right in expectation, and what becomes of the odd value."""
+"""Compares quantizers with numpy: decoded values, expectations, and unusual values."""
 
 import functools
 import math
@@ -58,7 +58,7 @@ def in_buckets(values: np.ndarray, bucket: int | None):
 
 
 def levels_of(quantizer, values: np.ndarray) -> np.ndarray:
-    """In numpy: how many steps of its bucket's scale each value is from zero, not rounded."""
+    """Each value divided by the scale of its bucket, in numpy, without rounding."""
     steps = []
     for part in in_buckets(values.astype(np.float64), quantizer.bucket):
         scale = np.abs(part).max() if getattr(quantizer, "scale", "max") == "max" else np.linalg.norm(part)
@@ -72,7 +72,7 @@ def scales_of(quantizer, values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if isinstance(q, QSGD)], ids=str)
 def test_stochastic_levels(quantizer):
-    """Every value goes to one of the two levels next to it."""
+    """Every value is rounded to one of the two levels next to it."""
     values = vector()
     got = coded(quantizer, values).astype(np.float64)
     if quantizer.contract:
@@ -87,14 +87,17 @@ def test_stochastic_levels(quantizer):
 
 @pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if q.unbiased], ids=str)
 def test_unbiased(quantizer):
-    """The mean of 4,000 roundings is within 5 standard errors of each of 1,003 values: one in 1,700 would fail."""
+    """The mean of 4,000 roundings is within 5 standard errors of each of the 1,003 values.
+
+    By chance, 1 of 1,700 such tests would fail.
+    """
     values, draws = jnp.asarray(vector()), 4000
     decode = jax.jit(jax.vmap(lambda key: quantizer.decode(quantizer.encode(values, key), M, jnp.float32)))
     got = np.asarray(decode(jax.random.split(jax.random.key(3), draws)), np.float64)
     error = np.abs(got.mean(0) - values)
     step = np.abs(scales_of(quantizer, np.asarray(values))) / quantizer.levels
     assert (error <= 5 * got.std(0) / math.sqrt(draws) + 1e-3 * step + 1e-6).all()
-    # And as spread as the Bernoulli variable of its two levels.
+    # The standard deviation is that of a Bernoulli variable of the two levels.
     part = np.abs(quantizer.levels * levels_of(quantizer, np.asarray(values))) % 1
     np.testing.assert_allclose(got.std(0), step * np.sqrt(part * (1 - part)), atol=0.05 * step.max())
 
@@ -116,7 +119,7 @@ def test_deterministic_ones_in_numpy():
 
 @pytest.mark.parametrize("bits, limit", [(2, 0.35), (4, 0.12)])
 def test_codebook(bits: int, limit: float):
-    """Signs stay; few magnitudes; their sum is that of the values; of top-k values little is lost."""
+    """Signs stay, magnitudes are few, their sum stays, and top-k values have small errors."""
     values = vector()
     values = values[np.abs(values) > np.quantile(np.abs(values), 0.9)]
     got = coded(Codebook(bits), values)
@@ -131,7 +134,7 @@ def test_codebook(bits: int, limit: float):
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_contraction(quantizer, dtype):
-    """With error feedback the error must be smaller than the vector: on average over draws, where they are random."""
+    """Error feedback needs errors smaller than the vector: on average, if they are random."""
     if quantizer.unbiased:
         return
     with jax.enable_x64(dtype == np.float64):
@@ -139,7 +142,7 @@ def test_contraction(quantizer, dtype):
             values = vector(dtype) * dtype(scale)
             error = np.mean([np.sum(((coded(quantizer, values, s) - values) / scale) ** 2) for s in range(8)])
             if isinstance(quantizer, Float16) and scale != 1.0:
-                continue  # Out of its range.
+                continue  # Out of the range of float16.
             assert error <= 0.97 * np.sum((values / scale) ** 2)
 
 
@@ -189,7 +192,7 @@ def test_bits(quantizer, bits: float):
 
 
 def residual_norms(quantizer, steps: int, scale: np.ndarray | float = 1.0) -> list[float]:
-    """Of one vector under error feedback, over its gradient's."""
+    """The norms of the residual under error feedback, divided by those of the gradient."""
     residual, norms = np.zeros(M), []
     code = jax.jit(lambda acc, key: quantizer.decode(quantizer.encode(acc, key), M, jnp.float32))
     for step in range(steps):
@@ -201,7 +204,10 @@ def residual_norms(quantizer, steps: int, scale: np.ndarray | float = 1.0) -> li
 
 
 def test_error_feedback_needs_a_contraction():
-    """Unbiased rounding to few levels blows the residual up; divided by 1 + ω it does not, nor do the biased ones."""
+    """With unbiased rounding to few levels the residual grows without bound.
+
+    With a division by 1 + ω, or with a biased quantizer, it does not.
+    """
     assert residual_norms(QSGD(4, None), 40)[-1] > 1e3
     for quantizer in (QSGD(4, None, contract=True), QSGD(4, contract=True), TernGrad(contract=True), Sign(), Block8()):
         norms = residual_norms(quantizer, 200)
@@ -211,7 +217,7 @@ def test_error_feedback_needs_a_contraction():
 
 
 def test_signs_want_small_buckets():
-    """Where magnitudes differ within a bucket, much waits in the residual."""
+    """If magnitudes differ much within a bucket, the residual is large. Small buckets help."""
     scale = np.exp(np.random.default_rng(1).normal(0, 1, M))
     means = [np.mean(residual_norms(q, 150, scale)[100:]) for q in (Sign(), Sign(64), Sign(8), Block8())]
     assert means == sorted(means, reverse=True)
@@ -220,7 +226,10 @@ def test_signs_want_small_buckets():
 
 
 def test_unbiased_means_of_a_whole_step():
-    """QSGD without error feedback: over 400 steps the mean update is the mean gradient, within 5 standard errors."""
+    """QSGD without error feedback: over 400 steps the mean update is the mean gradient.
+
+    It is within 5 standard errors.
+    """
     size, steps = 3, 400
     gradients = np.stack([vector(seed=worker) for worker in range(size)])
     for split in (False, True, "ring"):
@@ -242,7 +251,11 @@ def test_unbiased_means_of_a_whole_step():
 @pytest.mark.parametrize("quantizer, step", [(Block8(64), 1 / 127), (BFloat16(), 2.0**-7)], ids=["8 bits", "bfloat16"])
 @pytest.mark.parametrize("split", [False, True])
 def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
-    """Each worker's vector rounded, summed in numpy; split, but for its own region, whose sum it rounds again."""
+    """Compares with the sum of the rounded vectors of all workers, in numpy.
+
+    If the vector is split, a worker does not round its own part before the sum, and then rounds
+    the sum of that part.
+    """
     size = 4
     gradients = np.stack([vector(seed=worker) for worker in range(size)])
     tx = jsparse.quantized("workers", quantize=quantizer, split=split)
@@ -256,7 +269,7 @@ def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
     read = read.sum(0)
     expected = read.reshape(-1)[:M]
     if split:
-        # One unit in the last place of a sum may tip its rounding.
+        # A difference of one unit in the last place of a sum can change how the sum is rounded.
         np.testing.assert_allclose(total, expected, atol=0.51 * step * np.abs(expected).max())
         again = np.stack([coded(quantizer, row.astype(np.float32)) for row in read]).reshape(-1)[:M]
         assert np.isclose(total, again, rtol=1e-6, atol=1e-6).mean() > 0.99
@@ -267,7 +280,10 @@ def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
 @pytest.mark.parametrize("quantizer", [Block8(64), BFloat16(), Float16()], ids=["8 bits", "bfloat16", "float16"])
 @pytest.mark.parametrize("n", [M, 12, 5, 1])
 def test_a_sum_in_a_ring(quantizer, n: int):
-    """Each part summed and rounded in numpy, from its owner's successor on; what is rounded away is what is left."""
+    """Compares with a ring in numpy that sums and rounds each part, from its owner's successor on.
+
+    The rounding errors are the residuals.
+    """
     size = 4
     gradients = np.stack([vector(seed=worker)[:n] for worker in range(size)])
     tx = jsparse.quantized("workers", quantize=quantizer, split="ring", error_feedback=True)

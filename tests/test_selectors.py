@@ -1,4 +1,4 @@
-"""Selectors: how near to k they come, over a vector and over a run."""
+"""Tests the selectors: which elements they select, and how near to k their count is in a run."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ SELECTORS = [
     FixedThreshold(2.0, DENSITY),
     DgcThreshold(DENSITY),
 ]
-# Those that do not select by a threshold alone.
+# Selectors that do not select by a threshold alone.
 OTHERS = [
     MSTopK(DENSITY),
     MSTopK(DENSITY, searches=4),
@@ -54,12 +54,12 @@ OTHERS = [
 
 @functools.cache
 def compiled(select):
-    """One executable for all tests of a selector: equal ones are the same."""
+    """The compiled selector. Equal selectors share one executable in all tests."""
     return jax.jit(select)
 
 
 def run(select, gradients, delivered_share: float):
-    """Selects with error feedback; of what is selected only a share is delivered, as in Ok-Topk."""
+    """Selects with error feedback. Only a share of the selection is delivered, as in Ok-Topk."""
     step = compiled(select)
     state, residual = select.init(N, jnp.float32), np.zeros(N, np.float32)
     rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def run(select, gradients, delivered_share: float):
 
 
 def gradients(steps: int, seed: int = 0):
-    """Layers of different scales, which change as they do in training."""
+    """Draws gradients whose layers differ in scale. It changes with the step, as in training."""
     rng = np.random.default_rng(seed)
     scale = np.repeat(np.exp(rng.normal(0, 1.5, 40)), N // 40)
     for step in range(steps):
@@ -122,7 +122,7 @@ def test_the_count_stays_near_k_for_200_steps(select, limit: float, share: float
 
 
 def at_steps(select, acc: np.ndarray, steps: int, rank: int = 0) -> np.ndarray:
-    """What is selected of the same vector in successive steps: booleans of shape ``(steps, n)``."""
+    """Which elements of a vector are selected in successive steps: bools, shape ``(steps, n)``."""
 
     def one(step):
         x, _ = select(jnp.asarray(acc), select.init(len(acc), jnp.float32), step, jnp.int32(rank))
@@ -135,7 +135,7 @@ def at_steps(select, acc: np.ndarray, steps: int, rank: int = 0) -> np.ndarray:
 
 
 def assert_frequent(chosen: np.ndarray, probability: np.ndarray) -> None:
-    """A chi-square test of how often each element was selected: false alarms in one of 10,000 seeds."""
+    """Tests by chi-square how often elements were selected: 1 of 10,000 seeds is a false alarm."""
     steps = len(chosen)
     tested = (steps * probability > 5) & (steps * (1 - probability) > 5)
     assert (chosen[:, probability <= 0].sum(0) == 0).all()
@@ -154,7 +154,7 @@ def test_random_k_is_uniform(density: float, shared: bool):
     select = RandomK(density, shared=shared, seed=1)
     chosen = at_steps(select, np.ones(n, np.float32), steps)
     assert (chosen.sum(1) == k).all()
-    # The counts add up to k in each step, which takes a degree of freedom of n away.
+    # The counts add up to k in each step. That removes one of the n degrees of freedom.
     assert_frequent(chosen, np.full(n, density))
     for distance in (1, 2, 32):
         pairs = (chosen & np.roll(chosen, distance, axis=1)).sum()
@@ -178,7 +178,10 @@ def test_random_k_drops_zeros():
 @pytest.mark.parametrize("rule", ["exact", "capped"])
 @pytest.mark.parametrize("tails", ["short", "heavy"])
 def test_stochastic_selects_by_probability(rule: str, tails: str):
-    """Theorem 2.1: k in expectation; "heavy" has elements whose share of the norm is beyond 1 / k."""
+    """Theorem 2.1: k elements are selected in expectation.
+
+    The vector "heavy" has elements whose share of the norm is above 1 / k.
+    """
     n, steps, density = 1000, 4000, 0.05
     rng = np.random.default_rng(0)
     acc = (rng.uniform(-1, 1, n) if tails == "short" else rng.standard_t(1, n)).astype(np.float32)
@@ -188,14 +191,15 @@ def test_stochastic_selects_by_probability(rule: str, tails: str):
     expected = probability.sum()
     assert expected == pytest.approx(50) or (rule, tails) == ("capped", "heavy")
     assert expected <= 50 + 1e-9
-    # Four standard errors: false alarms in one of 10,000 seeds. What overflows in one step of 30,000 is less.
+    # Within four standard errors: 1 of 10,000 seeds is a false alarm. The buffer overflows in 1
+    # of 30,000 steps, which changes the mean by less.
     assert abs(chosen.sum(1).mean() - expected) < 4 * np.sqrt((probability * (1 - probability)).sum() / steps)
     others = at_steps(StochasticTopK(density, rule), acc, 3, rank=1)
     assert (others != chosen[:3]).any(axis=1).all()
 
 
 def test_stochastic_overflows():
-    """With k = 1 there is room for five, which one step in 1,700 exceeds."""
+    """With k = 1 the buffer has room for five elements, and 1 of 1,700 steps selects more."""
     select, acc = StochasticTopK(0.01), jnp.ones(100)
 
     def one(step):
@@ -236,12 +240,12 @@ def test_chunked_selects_the_largest_of_each_chunk(density: float):
 
 @pytest.mark.parametrize("name", ["gaussian", "heavy", "periodic", "sparse"])
 def test_dgc_follows_the_authors_code(name: str):
-    """The threshold is the one of some first element, and of various."""
+    """Each threshold is the one for some first element, and the steps have several of them."""
     rng = np.random.default_rng(0)
     acc = {
         "gaussian": rng.standard_normal(N),
         "heavy": rng.standard_t(1, N),
-        # The sample sees all of the large elements, or none.
+        # The sample has all of the large elements, or none.
         "periodic": np.where(np.arange(N) % 99 == 0, 100, 1) * rng.standard_normal(N),
         "sparse": rng.standard_normal(N) * (np.arange(N) % 120 == 0),
     }[name].astype(np.float32)
@@ -273,7 +277,7 @@ def test_gaussian_selects_at_least_three_quarters_of_k(name: str):
 
 
 def test_reuse_counts_instead_of_searching():
-    """Between evaluations the threshold moves with the gradients, and is not the exact one."""
+    """Between exact evaluations the threshold moves with the gradients, and is not exact."""
     exact = 0
     for acc, _, _, state in run(ReusedThreshold(DENSITY, tau_threshold=32), gradients(64), 0.15):
         exact += float(state.threshold[0]) == np.sort(np.abs(acc))[-K]
@@ -305,7 +309,8 @@ def test_degenerate_vectors(select, name: str):
         if isinstance(select, RandomK) and name == "few":
             least = 0
         elif isinstance(select, StochasticTopK) and name in ("constant", "one huge"):
-            # Five standard deviations; cut to 1, the huge one's probability leaves next to nothing to the others.
+            # The margin of 100 is five standard deviations. With the rule "capped" the
+            # probability of the huge element is cut to 1, and those of the others are almost 0.
             least, most = (1, 1) if (select.rule, name) == ("capped", "one huge") else (K - 100, K + 100)
         elif isinstance(select, GaussianThreshold) and name == "one huge":
             least = 1
@@ -324,14 +329,17 @@ def test_degenerate_vectors(select, name: str):
     ],
 )
 def test_counts_on_real_gradients(select, limit: float, monkeypatch, tmp_path):
-    """Mean deviation from k of the local and of the global count, training the demo's model for 200 steps."""
+    """Trains the model of the example for 200 steps, and checks how far the counts are from k.
+
+    The mean relative deviation of the local count is limited, and that of the global count too.
+    """
     monkeypatch.setitem(
         train.ALGORITHMS,
         "tested",
         lambda density: jsparse.oktopk("workers", density=density, select=select and select(density)),
     )
     figures = tmp_path / "runs.json"
-    # As many steps as by default, of half the workers.
+    # As many steps as by default, with half the workers.
     options = ["--epochs", "18", "--workers", "4", "--batch", "32", "--plot", str(tmp_path / "x.png")]
     train.main(["--algorithm", "tested", *options, "--json", str(figures)])
     (result,) = json.loads(figures.read_text())

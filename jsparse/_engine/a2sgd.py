@@ -15,7 +15,7 @@ from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.layout import Layout
 from .state import SparseAllReduceState
-from .synchroniser import Means, begin, check_floats, check_local, varying_over, write_report
+from .synchroniser import Means, begin, check_floats, check_local, finish_report, report_of, varying_over
 
 # Elements added up one after the other: it bounds the rounding error, and keeps masks out of memory.
 ROW = 256
@@ -50,7 +50,7 @@ class TwoMeans:
 
     def init(self, params: Any) -> SparseAllReduceState:
         check_floats(params)
-        return begin(self, (), jnp.float32)
+        return begin(self, (), ())
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         raise ValueError("a2sgd's updates differ between workers, and are as long as the gradient: use tx.update")
@@ -70,8 +70,8 @@ class TwoMeans:
                 for i in ids:
                     leaves[i] = jnp.where(bad, jnp.nan, _corrected(leaves[i], mine, plus, minus))
         everything = jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max))
-        report = write_report(state.report, (), everything, bad, comm.words, comm.messages)
-        report = report._replace(delivered=report.updated)
+        told = report_of((), (), everything)._replace(delivered=everything[None])
+        report = finish_report(told, state.report, bad, [(comm.words, comm.messages)])
         after = state._replace(step=state.step + jnp.where(bad, 0, 1), report=report)
         return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
 

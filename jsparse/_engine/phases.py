@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -14,7 +14,7 @@ from .._comm.metered import Metered
 from .._vector.density import check_steps
 from .memory import NoMemory
 from .state import BucketState, SparseAllReduceState
-from .synchroniser import Composition, Means, Outcome, agree, begin, conclude, threshold_type, varying_over
+from .synchroniser import Composition, Means, Outcome, agree, begin, conclude, thresholds_of, varying_over
 from .transform import SparseAllReduce
 
 Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce
@@ -65,7 +65,7 @@ class Phased:
         carried = [
             BucketState(bucket.memory, tuple(states[i].reducer for states in each)) for i, bucket in enumerate(own)
         ]
-        return begin(self, tuple(carried), threshold_type(self.space.buckets(jax.tree.leaves(params))))
+        return begin(self, tuple(carried), thresholds_of(self.space.buckets(jax.tree.leaves(params))))
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         raise ValueError(
@@ -191,10 +191,8 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
         if stage.reducer.staleness:
             raise ValueError(f"{where}: what arrives some steps late would be lost at its end; take staleness=0")
         if keeps(stage):
-            for field in ("space", "memory"):
-                ours, theirs = getattr(stage, field), getattr(shared, field)
-                if ours != theirs:
-                    raise ValueError(f"{where}: its {field} is {ours}, theirs {theirs}; there is one state for all")
+            for name, ours, theirs in (*_differing(stage, shared, "space"), *_differing(stage, shared, "memory")):
+                raise ValueError(f"{where}: its {name} is {ours}, theirs {theirs}; there is one state for all")
             fitted.append(stage)
         else:
             memory = shared.memory.in_dense_phase(flush)
@@ -202,3 +200,15 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
     if not flush and shared.memory.feeds_back and not keeps(stages[-1]):
         raise ValueError("the last phase is dense, and with flush=False the residual would never go; leave flush out")
     return Phased(tuple(fitted), tuple(itertools.accumulate(lengths, initial=0)), shared)
+
+
+def _differing(a: Composition, b: Composition, part: str) -> Iterator[tuple[str, Any, Any]]:
+    """The name of each option in which a part of two synchronisers differs, and both values."""
+    ours, theirs = getattr(a, part), getattr(b, part)
+    if type(ours) is not type(theirs):
+        yield part, ours, theirs
+    elif ours != theirs:
+        for field in dataclasses.fields(ours):
+            values = getattr(ours, field.name), getattr(theirs, field.name)
+            if values[0] != values[1]:
+                yield field.name, *values

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
@@ -53,7 +52,7 @@ class BucketState(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the last synchronisation did; each leaf has shape ``(1,)`` but for the thresholds.
+    """What the last synchronisation did; each leaf has shape ``(1,)``.
 
     Attributes:
       selected: int32: elements that qualified on this worker.
@@ -65,8 +64,9 @@ class Report(NamedTuple):
       words: uint32: 4-byte words that this worker sent. A round in which pairs exchange counts for all
         workers, also for those that have no part in it: what is counted is the busiest path.
       messages: uint32: messages that this worker sent, counted likewise.
-      thresholds: shape ``(buckets,)``: the magnitude that elements had to reach on this worker.
-      global_thresholds: shape ``(buckets,)``: the magnitude that they had to reach in the sum.
+      thresholds: of each bucket that may be selected from, the magnitude that elements had to reach on
+        this worker; 0 without a threshold.
+      global_thresholds: likewise, the magnitude that they had to reach in the sum.
     """
 
     selected: jax.Array
@@ -75,8 +75,8 @@ class Report(NamedTuple):
     updated: jax.Array
     words: jax.Array
     messages: jax.Array
-    thresholds: jax.Array
-    global_thresholds: jax.Array
+    thresholds: tuple[jax.Array, ...]
+    global_thresholds: tuple[jax.Array, ...]
 
 
 class SparseAllReduceState(NamedTuple):
@@ -120,16 +120,3 @@ class SparseAllReduceState(NamedTuple):
             tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
             jax.tree.map(move.of_each, self.report, old.report),
         )
-
-
-def first_state(sizes: tuple[int, ...], buckets: tuple[BucketState, ...], dtype: Any) -> SparseAllReduceState:
-    """The state before the first step.
-
-    Args:
-      sizes: the workers on each level.
-      buckets: the vectors' states.
-      dtype: the thresholds' type.
-    """
-    none, zero, thresholds = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32), jnp.zeros(len(buckets), dtype)
-    report = Report(none, none, none, none, zero, zero, thresholds, thresholds)
-    return SparseAllReduceState(none, jnp.array(sizes, jnp.int32), buckets, report)

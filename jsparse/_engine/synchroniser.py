@@ -24,7 +24,7 @@ from .mean import Mean, Quotient, over_workers
 from .memory import Memory, NoMemory
 from .reducer import Counts, Reducer, Whole, count, count_filled
 from .space import Flat, Space
-from .state import BucketState, Report, SparseAllReduceState, first_state
+from .state import BucketState, Report, SparseAllReduceState
 
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -109,14 +109,12 @@ class Outcome(NamedTuple):
     Attributes:
       quotients: their means.
       states: their states.
-      counts: what their reducers told.
-      updated: int32 scalar: elements of the update.
+      report: what their reducers told; what was sent is not in it.
     """
 
     quotients: list[Quotient]
     states: list[BucketState]
-    counts: list[Counts]
-    updated: jax.Array
+    report: Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +178,7 @@ class Composition:
             reducer, memory = self.parts(bucket)
             layout = self.space.layout(bucket)
             states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
-        return begin(self, tuple(states), threshold_type(buckets))
+        return begin(self, tuple(states), thresholds_of(buckets))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
@@ -285,19 +283,80 @@ class Composition:
             after[i] = BucketState(kept, done.state)
             updated += count_filled(total) if reducer.sparse else count(total)
         order = range(len(buckets))
-        return Outcome([quotients[i] for i in order], [after[i] for i in order], [counts[i] for i in order], updated)
+        report = report_of([counts[i] for i in order], [bucket.dense for bucket in buckets], updated)
+        return Outcome([quotients[i] for i in order], [after[i] for i in order], report)
 
 
-def begin(synchroniser: Synchroniser, buckets: tuple[BucketState, ...], dtype: Any) -> SparseAllReduceState:
-    """The state before the first step, typed as differing between workers."""
-    comms = [*synchroniser.levels, *synchroniser.agree_over]
-    sizes = tuple(comm.size for comm in synchroniser.levels)
-    return varying_over(comms, first_state(sizes, buckets, dtype))
+def begin(
+    synchroniser: Synchroniser, buckets: tuple[BucketState, ...], thresholds: tuple[jax.Array, ...]
+) -> SparseAllReduceState:
+    """The state before the first step, typed as differing between workers.
+
+    Args:
+      synchroniser: whose state it is.
+      buckets: the vectors' states.
+      thresholds: zeros in place of the thresholds of the report.
+    """
+    none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
+    report = Report(none, none, none, none, zero, zero, thresholds, thresholds)
+    sizes = jnp.array([comm.size for comm in synchroniser.levels], jnp.int32)
+    state = SparseAllReduceState(none, sizes, buckets, report)
+    return varying_over([*synchroniser.levels, *synchroniser.agree_over], state)
 
 
-def threshold_type(buckets: Sequence[Bucket]) -> Any:
-    """The type that holds the thresholds of all buckets."""
-    return jnp.result_type(jnp.float32, *(bucket.layout.dtype for bucket in buckets))
+def thresholds_of(buckets: Sequence[Bucket]) -> tuple[jax.Array, ...]:
+    """The thresholds before the first step: one for each bucket that may be selected from."""
+    return tuple(jnp.zeros(1, bucket.layout.dtype) for bucket in buckets if not bucket.dense)
+
+
+def report_of(counts: Sequence[Counts], dense: Sequence[bool], updated: jax.Array) -> Report:
+    """The report of a step, without what was sent.
+
+    Args:
+      counts: what the buckets' reducers told.
+      dense: which buckets always go densely, and have no thresholds.
+      updated: int32 scalar: elements of the update.
+    """
+
+    def total(name):
+        return sum((getattr(told, name) for told in counts), jnp.int32(0))[None]
+
+    def each(name):
+        return tuple(getattr(told, name)[None] for told, alone in zip(counts, dense, strict=True) if not alone)
+
+    none = jnp.zeros(1, jnp.uint32)
+    return Report(
+        selected=total("selected"),
+        overflowed=total("overflowed"),
+        delivered=total("delivered"),
+        updated=updated[None],
+        words=none,
+        messages=none,
+        thresholds=each("threshold"),
+        global_thresholds=each("global_threshold"),
+    )
+
+
+def finish_report(
+    report: Report, old: Report, bad: jax.Array, metered: Sequence[tuple[jax.Array, jax.Array]]
+) -> Report:
+    """The report of a step with what was sent, in the types of the old one.
+
+    After a non-finite gradient nothing was delivered, and thresholds stay as they were.
+    """
+    words = functools.reduce(add_words, [words for words, _ in metered])
+    messages = functools.reduce(jnp.add, [messages for _, messages in metered])
+    report = jax.tree.map(lambda new, old: jnp.where(bad, 0, new).astype(old.dtype), report, old)
+
+    def kept(new, old):
+        return jax.tree.map(lambda new, old: jnp.where(bad, old, new), new, old)
+
+    return report._replace(
+        words=words[None],
+        messages=messages[None],
+        thresholds=kept(report.thresholds, old.thresholds),
+        global_thresholds=kept(report.global_thresholds, old.global_thresholds),
+    )
 
 
 def agree(levels: Sequence[Metered], step: jax.Array, leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -338,47 +397,10 @@ def conclude(
         memory = before_or(after.memory, before.memory) if undo else after.memory
         buckets.append(BucketState(memory, before_or(after.reducer, before.reducer)))
     metered = [*((level.words, level.messages) for level in levels), *sent]
-    report = write_report(
-        state.report,
-        outcome.counts,
-        outcome.updated,
-        bad,
-        functools.reduce(add_words, [words for words, _ in metered]),
-        functools.reduce(jnp.add, [messages for _, messages in metered]),
-    )
+    report = finish_report(outcome.report, state.report, bad, metered)
     step = jnp.where(bad, step, step + 1)[None]
     comms = [*synchroniser.levels, *synchroniser.agree_over]
     return varying_over(comms, SparseAllReduceState(step, state.sizes, tuple(buckets), report))
-
-
-def write_report(
-    old: Report,
-    counts: Sequence[Counts],
-    updated: jax.Array,
-    bad: jax.Array,
-    words: jax.Array,
-    messages: jax.Array,
-) -> Report:
-    """The report of a step. After a non-finite gradient nothing was delivered, and thresholds stay."""
-
-    def total(name):
-        return jnp.where(bad, 0, sum((getattr(c, name) for c in counts), jnp.int32(0)))[None]
-
-    def column(name, before):
-        if not counts:
-            return before
-        return jnp.where(bad, before, jnp.stack([getattr(c, name).astype(before.dtype) for c in counts]))
-
-    return Report(
-        selected=total("selected"),
-        overflowed=total("overflowed"),
-        delivered=total("delivered"),
-        updated=jnp.where(bad, 0, updated)[None],
-        words=words[None],
-        messages=messages[None],
-        thresholds=column("threshold", old.thresholds),
-        global_thresholds=column("global_threshold", old.global_thresholds),
-    )
 
 
 def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:

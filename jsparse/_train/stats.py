@@ -84,10 +84,11 @@ def stats(opt_state: Any) -> Stats:
 
 @jax.jit
 def _read(state: SparseAllReduceState) -> Stats:
-    figures = state.report._asdict()
-    thresholds = {name: figures.pop(name).reshape(len(state.step), -1) for name in ("thresholds", "global_thresholds")}
-    norm = jnp.linalg.norm(residual(state), axis=1)
-    return Stats(step=state.step, residual_norm=norm, **thresholds, **figures)
+    figures, workers = state.report._asdict(), state.step.shape[0]
+    for name in ("thresholds", "global_thresholds"):
+        columns = [column.reshape(workers, 1) for column in figures[name]]
+        figures[name] = jnp.concatenate(columns, axis=1) if columns else jnp.zeros((workers, 0))
+    return Stats(step=state.step, residual_norm=jnp.linalg.norm(residual(state), axis=1), **figures)
 
 
 @functools.cache

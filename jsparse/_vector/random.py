@@ -1,4 +1,4 @@
-"""Random numbers that workers agree on, or agree to differ in."""
+"""Random numbers that are the same on all workers, or different on each, as the caller chooses."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,10 @@ from jax.typing import ArrayLike
 
 
 def key_of(seed: int, *numbers: ArrayLike) -> jax.Array:
-    """A random key of a seed and any integers, such as a step and a rank; alike wherever they are.
+    """A random key made from a seed and any integers, such as a step and a rank.
 
-    It takes no state: what is drawn in a step is drawn again when the step is repeated.
+    Equal arguments give equal keys on all workers. There is no state, so a step that is repeated
+    draws the same numbers again.
     """
     key = jax.random.key(seed)
     for number in numbers:
@@ -18,10 +19,11 @@ def key_of(seed: int, *numbers: ArrayLike) -> jax.Array:
 
 
 def uniform(key: jax.Array, n: int) -> jax.Array:
-    """A number of [0, 1] for each of n indices, float32: a hash of the index and the key.
+    """A number from 0 to 1, both included, for each of n indices: float32, shape ``(n,)``.
 
-    Where it is compared at once, XLA never writes it down: it costs a few operations an element, where
-    ``jax.random.uniform`` costs an array as long and about forty times the time. Good enough to sample with.
+    It is a hash of the index and the key, good enough for sampling. If the caller compares the
+    numbers at once, XLA never stores them, and they cost a few operations for each element.
+    ``jax.random.uniform`` would cost an array of length n, and about forty times the time.
     """
     mixed = lax.iota(jnp.uint32, n)
     for word in jax.random.bits(key, (2,), jnp.uint32):
@@ -30,7 +32,10 @@ def uniform(key: jax.Array, n: int) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words in which each bit of the result depends on all of ``x`` (Wellons' lowbias32)."""
+    """A bijection of 32-bit words: each bit of the result depends on all bits of ``x``.
+
+    It is Wellons' lowbias32.
+    """
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""Quantizers: values in fewer bits."""
+"""Quantizers, which encode values in fewer bits."""
 
 from ._base import Exact, Quantizer
 from .block import Block8

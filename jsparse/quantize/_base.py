@@ -1,4 +1,4 @@
-"""What quantizers have in common."""
+"""The protocol of quantizers, and the functions that they share."""
 
 import dataclasses
 import math
@@ -13,16 +13,17 @@ WORD = 32
 
 
 class Quantizer(Protocol):
-    """Lays values out in fewer bits than they have: a frozen dataclass of hyperparameters.
+    """Encodes values in fewer bits than they have: a frozen dataclass of hyperparameters.
 
-    A message is int32 words, so that no backend widens it on its way. Zeros stay zeros, but where a class says
-    otherwise; a value that is not finite makes its whole bucket not finite (an elementwise one: itself).
+    A message consists of int32 words, so that no backend widens it on the way. Zeros stay zeros,
+    unless a class says otherwise. If a value is not finite, its whole bucket is not finite after
+    decoding; with an elementwise quantizer, only the value itself.
 
     Attributes:
-      lossless: whether ``decode`` gives back what ``encode`` was given, to the bit.
-      elementwise: whether a value that was rounded once stays as it is when it is rounded again, whatever stands
-        beside it.
-      unbiased: whether the expectation of what is decoded is what was encoded.
+      lossless: whether ``decode`` returns the encoded values bit for bit.
+      elementwise: whether a value that was rounded once does not change when it is rounded again,
+        whatever the other values of the message are.
+      unbiased: whether the expectation of the decoded values is the encoded values.
     """
 
     @property
@@ -38,21 +39,29 @@ class Quantizer(Protocol):
         return False
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Values of shape ``(m,)``, float32 or float64, as int32 words; ``key`` is for what is drawn at random."""
+        """Encodes values as a message of int32 words.
+
+        Args:
+          values: float32 or float64, shape ``(m,)``.
+          key: a random key, for quantizers that draw random numbers.
+        """
         ...
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        """The ``m`` values of a message, of ``dtype``."""
+        """Decodes the ``m`` values of a message, in the type ``dtype``."""
         ...
 
     def words(self, m: int, dtype: DTypeLike) -> int:
-        """The length of a message of ``m`` values of ``dtype``; what is beyond ``m`` in a longer one is not read."""
+        """The length in words of a message of ``m`` values of ``dtype``.
+
+        ``decode`` reads only this many words of a longer message.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Quantizer):
-    """Values as they are: 4 bytes each for float32, 8 for float64."""
+    """Sends values as they are, lossless: 4 bytes each for float32, 8 bytes for float64."""
 
     @property
     def lossless(self) -> bool:
@@ -75,7 +84,7 @@ class Exact(Quantizer):
 
 
 def digits_in_word(base: int) -> int:
-    """How many digits of a base fit into 32 bits: 32 of base 2, 20 of base 3, 10 of base 9.
+    """The number of digits that fit into 32 bits: 32 of base 2, 20 of base 3, 10 of base 9.
 
     >>> [digits_in_word(base) for base in (2, 3, 9, 15, 16, 255, 65536)]
     [32, 20, 10, 8, 8, 4, 2]
@@ -84,15 +93,16 @@ def digits_in_word(base: int) -> int:
 
 
 def packed_words(m: int, base: int) -> int:
-    """How many words ``m`` digits take."""
+    """The number of words that ``m`` digits take."""
     return -(-m // digits_in_word(base))
 
 
 def pack_digits(digits: jax.Array, base: int) -> jax.Array:
-    """Packs digits, shape ``(m,)``, integers from 0 to ``base - 1``, into int32 words.
+    """Packs digits, integers from 0 to ``base - 1``, shape ``(m,)``, into int32 words.
 
-    The first word holds the first digit of each of as many equal stretches as it has places, and so on: stretches are
-    added up as vectors, where neighbouring digits would be one by one.
+    The digits are cut into segments of equal length, as many as a word has places for digits.
+    Word j holds the j-th digit of each segment. So whole segments are added as vectors. If a word
+    held neighbouring digits, they would be added one by one.
     """
     words = packed_words(digits.shape[0], base)
     digits = jnp.pad(digits.astype(jnp.uint32), (0, words * digits_in_word(base) - digits.shape[0]))
@@ -104,7 +114,7 @@ def pack_digits(digits: jax.Array, base: int) -> jax.Array:
 
 
 def unpack_digits(words: jax.Array, m: int, base: int) -> jax.Array:
-    """The ``m`` digits of words that :func:`pack_digits` made: int32."""
+    """Unpacks the ``m`` digits of words that :func:`pack_digits` made: int32, shape ``(m,)``."""
     rest, stretches = lax.bitcast_convert_type(words[: packed_words(m, base)], jnp.uint32), []
     for _ in range(digits_in_word(base)):
         stretches.append((rest % base).astype(jnp.int32))
@@ -113,13 +123,16 @@ def unpack_digits(words: jax.Array, m: int, base: int) -> jax.Array:
 
 
 def in_buckets(values: jax.Array, bucket: int | None) -> jax.Array:
-    """The values in rows of a bucket each, the last padded with zeros: shape ``(buckets, bucket)``."""
+    """The values in one row for each bucket, shape ``(buckets, bucket)``.
+
+    The last row is padded with zeros.
+    """
     bucket = bucket_length(values.shape[0], bucket)
     return jnp.pad(values, (0, -values.shape[0] % bucket)).reshape(-1, bucket)
 
 
 def bucket_length(m: int, bucket: int | None) -> int:
-    """The length of a bucket: ``bucket``, or all ``m`` values where it is None."""
+    """The length of a bucket: ``bucket``, or if that is None, all ``m`` values; at least 1."""
     return max(m, 1) if bucket is None else bucket
 
 
@@ -129,28 +142,37 @@ def buckets(m: int, bucket: int | None) -> int:
 
 def check_bucket(bucket: int | None) -> None:
     if bucket is not None and bucket < 1:
-        raise ValueError(f"bucket is {bucket}; it is a number of values with one scale, at least 1, or None for all")
+        raise ValueError(
+            f"bucket is {bucket}; it must be the number of values that share a scale, at least 1, "
+            "or None for one scale for all values"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """Digits with one scale for each bucket of values: what most quantizers send.
+    """The message of most quantizers: a scale for each bucket, and a digit for each value.
 
     Attributes:
-      base: how many values a digit has.
-      bucket: values with one scale; None gives all of them one.
+      base: the number of values that a digit can have.
+      bucket: the number of values that share a scale; None for one scale for all values.
     """
 
     base: int
     bucket: int | None
 
     def encode(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
-        """Scales of shape ``(buckets,)`` and digits ``(buckets, bucket)``, of ``m`` values, as words."""
+        """Encodes ``m`` values as words.
+
+        Args:
+          scales: shape ``(buckets,)``.
+          digits: shape ``(buckets, bucket)``.
+          m: the number of values.
+        """
         head = lax.bitcast_convert_type(scales, jnp.int32).reshape(-1)
         return jnp.concatenate([head, pack_digits(digits.reshape(-1)[:m], self.base)])
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """``(scales, digits)`` of a message, shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
+        """Decodes ``(scales, digits)``, of shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
         count = buckets(m, self.bucket)
         head = count * jnp.dtype(dtype).itemsize // 4
         scales = Exact().decode(message[:head], count, dtype)
@@ -161,12 +183,19 @@ class Scaled:
 
 
 def row_maximum(rows: jax.Array) -> jax.Array:
-    """The largest magnitude of each row; NaN where one is not finite, which a maximum by itself may pass over."""
+    """The largest magnitude of each row, or NaN if an element of the row is not finite.
+
+    A maximum by itself can miss a NaN.
+    """
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=1), jnp.max(jnp.abs(rows), axis=1), jnp.nan)
 
 
 def total(rows: jax.Array) -> jax.Array:
-    """The sum of each row, by halves: in an order that does not depend on what the compiler makes of the rest."""
+    """The sum of each row, computed by adding halves.
+
+    The order of the additions is fixed, so that it does not depend on how the rest of the program
+    is compiled.
+    """
     while rows.shape[1] > 1:
         half = -(-rows.shape[1] // 2)
         rows = rows[:, :half] + jnp.pad(rows[:, half:], ((0, 0), (0, rows.shape[1] % 2)))
@@ -174,17 +203,25 @@ def total(rows: jax.Array) -> jax.Array:
 
 
 def share(rows: jax.Array, whole: jax.Array) -> jax.Array:
-    """``|rows| / whole``, from 0 to 1; 0 in a row whose whole is 0, or too small to divide by."""
-    # Eighths: the reciprocal of the largest floats is too small to be one.
+    """``|rows| / whole``, from 0 to 1, with one ``whole`` for each row.
+
+    In a row whose whole is 0, or too small to divide by, the results are 0, or below the smallest
+    normal number.
+    """
+    # Divide both by 8 first: the reciprocal of the largest floats is below the smallest normal
+    # number.
     whole = whole / 8
     return jnp.abs(rows / 8) / jnp.where(whole < jnp.finfo(whole.dtype).tiny, 1, whole)[:, None]
 
 
 def check_levels(levels: int, most: int = 2**15) -> None:
     if not 1 <= levels <= most:
-        raise ValueError(f"levels is {levels}; it is the number of steps from zero to the scale, from 1 to {most}")
+        raise ValueError(f"levels is {levels}; it must be the number of steps from zero to the scale, from 1 to {most}")
 
 
 def variance_factor(m: int, levels: int) -> float:
-    """ω: the variance of stochastic rounding to levels, at most ω times the vector's square (QSGD, Lemma 3.1)."""
+    """ω, the bound of the variance of stochastic rounding to levels (QSGD, Lemma 3.1).
+
+    The variance is at most ω times the square of the vector's norm.
+    """
     return min(m / levels**2, math.sqrt(m) / levels)

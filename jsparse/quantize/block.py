@@ -1,4 +1,4 @@
-"""Eight bits a value."""
+"""Eight bits for each value."""
 
 import dataclasses
 
@@ -13,13 +13,16 @@ LEVELS = 127
 
 @dataclasses.dataclass(frozen=True)
 class Block8(Quantizer):
-    """Rounds each value to the nearest 127th of the largest magnitude of its block: one byte a value.
+    """Rounds each value to a multiple of 1/127 of the largest magnitude of its bucket.
+
+    A value takes one byte.
 
     Attributes:
-      bucket: values with one scale; None gives all of them one.
+      bucket: the number of values that share a scale; None for one scale for all values.
 
     References:
-      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022, section 2.1 (with equal steps).
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022, section 2.1 (with
+      equal steps).
     """
 
     bucket: int | None = 256

@@ -13,7 +13,7 @@ from ._base import Quantizer
 
 @dataclasses.dataclass(frozen=True)
 class _Cast(Quantizer):
-    """Two values in a word, each rounded to the nearest of a narrow type."""
+    """Rounds each value to the nearest value of a narrow type, and packs two in a word."""
 
     dtype: ClassVar[Any]
 
@@ -36,7 +36,9 @@ class _Cast(Quantizer):
 
 
 class BFloat16(_Cast):
-    """2 bytes a value, 8 bits of precision, the range of float32; larger magnitudes saturate.
+    """Rounds values to bfloat16: 2 bytes, 8 bits of precision, and the range of float32.
+
+    Larger finite magnitudes become the largest bfloat16.
 
     >>> quantize = BFloat16()
     >>> quantize.decode(quantize.encode(jnp.array([1.0, 257.0, 0.0]), jax.random.key(0)), 3, jnp.float32)
@@ -47,6 +49,10 @@ class BFloat16(_Cast):
 
 
 class Float16(_Cast):
-    """2 bytes a value, 11 bits of precision; magnitudes above 65,504 saturate, those below 6e-8 become zero."""
+    """Rounds values to float16: 2 bytes, 11 bits of precision.
+
+    Finite magnitudes above 65,504 become 65,504. Magnitudes below 6e-8 become zero or 6e-8,
+    whichever is nearer.
+    """
 
     dtype: ClassVar[Any] = jnp.float16

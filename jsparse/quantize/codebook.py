@@ -1,4 +1,4 @@
-"""Two or four bits a value, with a codebook for each message."""
+"""Two or four bits for each value, with a codebook in each message."""
 
 import dataclasses
 from typing import Literal
@@ -12,24 +12,26 @@ from ._base import Exact, Quantizer, pack_digits, packed_words, row_maximum, sha
 
 @dataclasses.dataclass(frozen=True)
 class Codebook(Quantizer):
-    """Each value becomes its sign and one of a few magnitudes, which the message holds: 2 with 2 bits, 8 with 4.
+    """Replaces each value by its sign and one of a few magnitudes, which are part of the message.
 
-    The magnitudes are the means of bins of equal ratio between the smallest and the largest of the message. It is for
-    the values of sparse vectors, none of which is zero: a zero becomes the mean of the lowest bin.
+    There are 2 magnitudes with 2 bits, and 8 with 4 bits. The range from the smallest to the
+    largest magnitude of the message is divided into bins, all with the same ratio of their ends.
+    The magnitudes are the means of these bins. The quantizer is for the values of sparse vectors,
+    none of which is zero: a zero would become the mean of the lowest bin.
 
     Attributes:
-      bits: 2 or 4 a value.
+      bits: the number of bits for each value, 2 or 4.
 
     References:
-      Renggli et al., SparCML, SC 2019 (sparse vectors of low precision); Lloyd, Least Squares Quantization in PCM, 1982
-      (the mean of a bin is its best value).
+      Renggli et al., SparCML, SC 2019 (sparse vectors of low precision); Lloyd, Least Squares
+      Quantization in PCM, 1982 (the mean of a bin is its best value).
     """
 
     bits: Literal[2, 4] = 4
 
     def __post_init__(self):
         if self.bits not in (2, 4):
-            raise ValueError(f"bits is {self.bits}; choose 2 or 4")
+            raise ValueError(f"bits is {self.bits}; it must be 2 or 4")
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         magnitudes = jnp.abs(values)

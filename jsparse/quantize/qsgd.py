@@ -1,4 +1,4 @@
-"""QSGD and TernGrad: stochastic rounding to levels, right in expectation."""
+"""QSGD and TernGrad: unbiased stochastic rounding to levels."""
 
 import dataclasses
 from typing import Literal
@@ -24,25 +24,30 @@ from ._base import (
 
 @dataclasses.dataclass(frozen=True)
 class QSGD(Quantizer):
-    """Rounds each value at random to one of two neighbouring levels, so that its expectation is the value.
+    """Rounds each value at random to one of the two levels next to it, without bias.
 
-    A value v of a bucket with scale s becomes ``sign(v) s l / levels``, with ``l`` one of the whole numbers next to
-    ``levels |v| / s``, the nearer the likelier. The messages of one step draw from one seed, the step and their own
-    values: equal messages are rounded alike.
+    The expectation of the rounded value is the value. A value v in a bucket with scale s becomes
+    ``sign(v) s l / levels``. Here ``l`` is one of the two whole numbers next to
+    ``levels |v| / s``; the nearer one is the more probable. In sparse messages, the random
+    numbers depend on the seed, the step and the values of the message, so equal messages are
+    rounded alike. In dense messages, they depend on the seed, the step and the worker.
 
     Attributes:
-      levels: s of the paper, steps from zero to the scale; a value takes ``log2(2 levels + 1)`` bits, and a bit.
-      bucket: values with one scale; None gives all of them one, as TernGrad does.
-      scale: the bucket's Euclidean norm (``"norm"``, the paper's), or its largest magnitude (``"max"``), which rounds
-        less.
-      contract: whether to divide what is decoded by 1 + ω, ω the bound of the relative variance (Lemma 3.1). No longer
-        right in expectation, it is nearer in the mean square, and what error feedback needs: without, the residual
-        grows without bound.
-      seed: of the random numbers.
+      levels: the number of steps from zero to the scale, s in the paper. A value takes a little
+        more than ``log2(2 levels + 1)`` bits.
+      bucket: the number of values that share a scale; None for one scale for all values, as in
+        TernGrad.
+      scale: the scale of a bucket. ``"norm"`` is its Euclidean norm, as in the paper. ``"max"``
+        is its largest magnitude, which gives smaller rounding errors.
+      contract: whether to divide the decoded values by 1 + ω, where ω is the bound of the
+        relative variance (Lemma 3.1). The result is then biased, but its mean square error is
+        smaller. Error feedback needs this: without it, the residual grows without bound.
+      seed: the seed of the random numbers.
 
     References:
-      Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NIPS 2017, section 3.1
-      and 4; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, Remark 7 (the division).
+      Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding,
+      NIPS 2017, section 3.1 and 4; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019,
+      Remark 7 (the division).
     """
 
     levels: int = 4
@@ -55,7 +60,7 @@ class QSGD(Quantizer):
         check_levels(self.levels)
         check_bucket(self.bucket)
         if self.scale not in ("norm", "max"):
-            raise ValueError(f'scale is {self.scale!r}; choose "norm" or "max"')
+            raise ValueError(f'scale is {self.scale!r}; it must be "norm" or "max"')
 
     @property
     def unbiased(self) -> bool:
@@ -65,7 +70,7 @@ class QSGD(Quantizer):
         rows = in_buckets(values, self.bucket)
         scale = row_maximum(rows)
         if self.scale == "norm":
-            # Of shares, so that no square overflows; nor must the norm.
+            # Square the shares, so that no square overflows. The norm must not overflow either.
             norm = scale * jnp.sqrt(total(share(rows, scale) ** 2))
             scale = jnp.where(jnp.isfinite(scale), jnp.minimum(norm, jnp.finfo(values.dtype).max), scale)
         exact = self.levels * share(rows, scale)
@@ -91,13 +96,14 @@ class QSGD(Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class TernGrad(QSGD):
-    """Each value becomes plus or minus the largest magnitude, or zero, right in expectation: 1.6 bits a value.
+    """Rounds each value at random to zero or plus or minus the largest magnitude, without bias.
 
-    It is :class:`QSGD` with one level and that scale. The paper has one scale for each layer: ``scope="leaf"``.
+    A value takes 1.6 bits. It is :class:`QSGD` with one level, and with the largest magnitude as
+    scale. The paper has one scale for each layer: for that, pass ``scope="leaf"`` to the preset.
 
     References:
-      Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, NIPS 2017,
-      equation 3.
+      Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
+      Learning, NIPS 2017, equation 3.
     """
 
     levels: int = dataclasses.field(default=1, init=False)

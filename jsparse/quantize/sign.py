@@ -1,4 +1,4 @@
-"""Signs with a scale."""
+"""The signs of values, with one scale for each bucket."""
 
 import dataclasses
 
@@ -11,18 +11,20 @@ from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, sha
 
 @dataclasses.dataclass(frozen=True)
 class Sign(Quantizer):
-    """Each value becomes its sign times the mean magnitude of the bucket's values, zeros apart where they stay zeros.
+    """Replaces each value by its sign times the mean magnitude of the values in its bucket.
 
-    Biased: it needs error feedback, which makes it converge.
+    It is biased, and needs error feedback to converge.
 
     Attributes:
-      bucket: values with one scale; None gives all of them one.
-      zeros: whether zero is a third sign, in 1.6 bits a value. Without it a value takes one bit, and zero counts as
-        positive: parameters whose gradient is always zero are then moved to and fro.
+      bucket: the number of values that share a scale; None for one scale for all values.
+      zeros: whether zeros stay zeros. If true, zero is a third sign, a value takes 1.6 bits, and
+        zeros do not count in the mean. If false, a value takes one bit, and zero counts as
+        positive: parameters whose gradient is always zero then move to and fro.
 
     References:
-      Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, Algorithm 1
-      (EF-signSGD); Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014.
+      Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes,
+      ICML 2019, Algorithm 1 (EF-signSGD); Seide et al., 1-Bit Stochastic Gradient Descent,
+      Interspeech 2014.
     """
 
     bucket: int | None = 512
@@ -36,7 +38,7 @@ class Sign(Quantizer):
         most = row_maximum(rows)
         members = rows != 0 if self.zeros else in_buckets(jnp.ones_like(values), self.bucket)
         count = jnp.maximum(jnp.sum(members, axis=1, dtype=values.dtype), 1)
-        # Of shares, so that no sum overflows.
+        # Sum the shares, so that no sum overflows.
         mean = most * (total(share(rows, most)) / count)
         scale = jnp.where(jnp.isfinite(most), mean, most)
         digits = jnp.sign(rows) + 1 if self.zeros else rows >= 0

@@ -1,4 +1,4 @@
-"""Selectors: which elements of a vector are sent."""
+"""Selectors, which choose the elements of a vector to send."""
 
 from ._base import Selector, SelectorState
 from .bucketed import BucketedTopK

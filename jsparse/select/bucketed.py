@@ -1,4 +1,4 @@
-"""Top-k of each of many short buckets."""
+"""Top-k within each of many short buckets."""
 
 import dataclasses
 
@@ -17,18 +17,20 @@ from .fixed import take_above
 
 @dataclasses.dataclass(frozen=True)
 class BucketedTopK(ByDensity):
-    """Selects the largest elements of every 512 consecutive ones, k in all.
+    """Selects the largest elements of each bucket of 512 consecutive elements, k in all.
 
-    Each bucket has its share of k. Where that is no whole number, buckets take turns at the element that is left over.
-    Ties go to the lowest index. Sorts buckets, not the vector, and so takes a copy of its magnitudes.
+    Each bucket has its share of k. If that is not a whole number, the buckets take turns with the
+    elements that are left over. Among equal magnitudes the lowest index is selected. It sorts the
+    buckets and not the whole vector, and needs memory for a copy of the magnitudes.
 
     Attributes:
-      density: k / n, above 0 and at most 1: the thesis's number of elements of each bucket, over ``bucket``.
-      bucket: length of a bucket, at least 1.
+      density: k / n, above 0 and at most 1. It is the thesis's number of elements selected in
+        each bucket, divided by ``bucket``.
+      bucket: the length of a bucket, at least 1.
 
     References:
-      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
-      4.3.1.
+      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH
+      Zurich, 2017, section 4.3.1.
     """
 
     bucket: int = 512
@@ -36,7 +38,7 @@ class BucketedTopK(ByDensity):
     def __post_init__(self):
         super().__post_init__()
         if self.bucket < 1:
-            raise ValueError(f"bucket is {self.bucket}; it is a number of elements, at least 1, such as 512")
+            raise ValueError(f"bucket is {self.bucket}; it must be a number of elements, at least 1, such as 512")
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
@@ -56,10 +58,11 @@ class BucketedTopK(ByDensity):
 
 
 def _quotas(n: int, k: int, bucket: int, step: jax.Array) -> jax.Array:
-    """How many elements each bucket has to select: by its length, k in all; int32."""
+    """The number of elements to select in each bucket, int32: by its length, and k in all."""
     ends = np.minimum(np.arange(1, -(-n // bucket) + 1) * bucket, n)
     whole, rest = np.divmod(ends * k, n)
-    # Multiples of the golden ratio are spread evenly over the circle (Knuth's multiplicative hash).
+    # The fractional parts of multiples of the golden ratio are spread evenly (Knuth's
+    # multiplicative hash).
     turn = (step.astype(jnp.uint32) * jnp.uint32(2654435769) >> 8).astype(jnp.float32) * (n / 2**24)
     turn = jnp.minimum(turn.astype(jnp.uint32), n - 1)
     reached = whole.astype(np.int32) + (rest.astype(np.uint32) + turn >= n).astype(jnp.int32)

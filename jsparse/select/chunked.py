@@ -13,16 +13,19 @@ from ._base import ByDensity, SelectorState, take_indices
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTopK(ByDensity):
-    """Selects the largest element of each of k chunks of consecutive elements, whose lengths differ by at most one.
+    """Selects the largest element of each of k chunks of consecutive elements.
 
-    Ties go to the lowest index; of a chunk of zeros nothing is selected. Reads the vector once. Of elements in random
-    order, about 63 % are among the k largest; of layers of unlike scale, fewer.
+    The lengths of the chunks differ by at most one. Among equal magnitudes the lowest index is
+    selected. A chunk of zeros gives nothing. It reads the vector once. If the elements are in
+    random order, about 63 % of the selected ones are among the k largest; if layers differ in
+    scale, fewer are.
 
     Attributes:
       density: k / n, above 0 and at most 1.
 
     References:
-      Chern et al., TPU-KNN: K Nearest Neighbor Search at Peak FLOP/s, NeurIPS 2022, section 5, with k bins.
+      Chern et al., TPU-KNN: K Nearest Neighbor Search at Peak FLOP/s, NeurIPS 2022, section 5,
+      with k bins.
     """
 
     def __call__(
@@ -37,7 +40,7 @@ class ChunkedTopK(ByDensity):
 
 
 def _largest(acc: jax.Array, begin: int, chunks: int, length: int) -> jax.Array:
-    """The index of the largest magnitude of each of so many chunks from ``begin`` on."""
+    """The index of the largest magnitude in each of ``chunks`` chunks, from index ``begin`` on."""
     rows = acc[begin : begin + chunks * length].reshape(chunks, length)
     magnitudes = jnp.where(jnp.isnan(rows), 0, jnp.abs(rows))
     place = lax.argmax(magnitudes, 1, jnp.int32) if chunks else jnp.zeros(0, jnp.int32)

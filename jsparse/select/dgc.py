@@ -1,4 +1,4 @@
-"""Deep Gradient Compression's threshold: of a strided sample, adjusted, then resampled."""
+"""The threshold of Deep Gradient Compression: from a strided sample, then adjusted."""
 
 import dataclasses
 import math
@@ -14,25 +14,31 @@ from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 
-# What a count is of k at least and at most, and how often the threshold is lowered: the authors' defaults.
+# The least and the largest accepted count, as multiples of k, and how often the threshold is
+# lowered at most. These are the authors' defaults. LOWER is also the factor by which it is
+# lowered.
 LOWER, UPPER, ROUNDS = 0.8, 1.3, 10
 
 
 @dataclasses.dataclass(frozen=True)
 class DgcThreshold(ByDensity):
-    """Selects about k elements: those above the k-th magnitude as a strided sample tells it.
+    """Selects about k elements by a threshold from a strided sample.
 
-    Every so many-th element is looked at, beginning elsewhere in each step, and the top-k of these has the threshold
-    as its smallest. While fewer than 0.8 k elements reach it, it is scaled by 0.8, ten times at most. If more than
-    1.3 k do, the k largest of them are selected (hierarchical selection): the exact top-k, but for ties. Up to 1.3 k
-    are left at that; the buffer holds k of them, a different part in each step (in the authors' code, the first k).
+    The sample has every s-th element, from another first element in each step. The threshold is
+    the smallest magnitude of the top elements of the sample, at the same density. While fewer
+    than 0.8 k elements reach it, it is multiplied by 0.8, ten times at most. If more than 1.3 k
+    elements reach it, the k largest of them are selected (hierarchical selection): that is the
+    exact top-k, except for ties. If k to 1.3 k elements reach it, the buffer holds k of them, a
+    different part in each step (in the authors' code, the first k).
 
     Attributes:
       density: k / n, above 0 and at most 1.
-      sample: the sample's share of the elements, above 0 and at most 1; at least ``2 / density`` are looked at.
+      sample: the share of the elements in the sample, above 0 and at most 1. The sample has at
+        least ``2 / density`` elements, if the vector has so many.
 
     References:
-      Lin et al., Deep Gradient Compression, ICLR 2018, section 5 and the authors' ``dgc/compression.py``.
+      Lin et al., Deep Gradient Compression, ICLR 2018, section 5 and the authors'
+      ``dgc/compression.py``.
     """
 
     sample: float = 0.01
@@ -40,7 +46,7 @@ class DgcThreshold(ByDensity):
     def __post_init__(self):
         super().__post_init__()
         if not 0 < self.sample <= 1:
-            raise ValueError(f"sample is {self.sample}; it is a share of the elements, above 0 and at most 1")
+            raise ValueError(f"sample is {self.sample}; it must be a share of the elements, above 0 and at most 1")
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
@@ -56,12 +62,16 @@ class DgcThreshold(ByDensity):
 
 
 def _strided(acc: jax.Array, least: float, step: jax.Array) -> jax.Array:
-    """At least so many elements, all if there are not, at equal distances from a first that turns with the step."""
+    """A sample of at least ``least`` elements of ``acc``, at equal distances; all if it has fewer.
+
+    The first element changes with the step.
+    """
     stride = max(1, math.floor(acc.shape[0] / least))
     if stride == 1:
         return acc
-    # An odd stride: it does not keep step with what the lengths of layers mostly are multiples of.
+    # Make the stride odd: the lengths of layers are mostly multiples of even numbers, and an odd
+    # stride does not keep step with those.
     stride -= 1 - stride % 2
-    # Knuth's multiplicative hash: the first elements of successive steps lie far apart.
+    # By Knuth's multiplicative hash, the first elements of successive steps are far apart.
     first = (step.astype(jnp.uint32) * jnp.uint32(2654435769) >> 8) % jnp.uint32(stride)
     return acc[first.astype(jnp.int32) + stride * lax.iota(jnp.int32, acc.shape[0] // stride)]

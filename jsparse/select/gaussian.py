@@ -1,4 +1,4 @@
-"""Gaussian-k: a threshold from the mean and the standard deviation."""
+"""Gaussian-k: a threshold from the mean and the standard deviation of the vector."""
 
 import dataclasses
 import statistics
@@ -13,25 +13,29 @@ from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 
-# By what a threshold is scaled, and how often at most: to a thousandth, or a thousandfold.
+# The factor by which a threshold is scaled, and how often at most: down to a thousandth, or up to
+# a thousandfold.
 SCALE = 0.9
 ROUNDS = 66
 
 
 @dataclasses.dataclass(frozen=True)
 class GaussianThreshold(ByDensity):
-    """Selects the elements beyond the ``1 - density / 2`` quantile of a normal distribution fitted to the vector.
+    """Selects by a threshold from a normal distribution that is fitted to the vector.
 
-    Gradients have other tails than that. The threshold is raised by a ninth at a time while more than 4k/3 elements
-    reach it, as in the authors' code, then lowered by a tenth at a time until at least 3k/4 do (Ok-Topk, section 5.4).
-    What exceeds k overflows the buffer, which then holds a different part in each step.
+    The threshold is its ``1 - density / 2`` quantile. Gradients have other tails than a normal
+    distribution, so the threshold is adjusted. While more than 4k/3 elements reach it, it is
+    raised by a ninth at a time, as in the authors' code. Then it is lowered by a tenth at a time
+    until at least 3k/4 elements reach it (Ok-Topk, section 5.4). Both have a limit of 66 times.
+    If more than k elements reach it, they overflow the buffer, which then holds a different part
+    of them in each step.
 
     Attributes:
       density: k / n, above 0 and at most 1.
 
     References:
-      Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019, "Gaussiank"; Li and Hoefler,
-      PPoPP 2022, section 5.4.
+      Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019,
+      "Gaussiank"; Li and Hoefler, PPoPP 2022, section 5.4.
     """
 
     def __call__(
@@ -41,7 +45,7 @@ class GaussianThreshold(ByDensity):
         quantile = statistics.NormalDist().inv_cdf(1 - self.density / 2)
         largest, mean, mean_square = choose(None, {"xla": _describe, "triton": _describe_in_one_read}, acc)
         estimate = jnp.abs(mean) + quantile * jnp.sqrt(jnp.maximum(mean_square - mean**2, 0))
-        # What overflowed while it was squared, too.
+        # The largest magnitude also replaces an estimate that overflowed in the squares.
         threshold = jnp.where(estimate < largest, estimate, largest)
 
         start = threshold, count_above(acc, threshold)
@@ -56,6 +60,6 @@ def _describe(acc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _describe_in_one_read(acc: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same on a GPU, to rounding."""
+    """The same figures on a GPU, up to rounding."""
     found = magnitude_statistics(acc, implementation="interpret" if interpret else "triton")
     return found.largest, found.mean, found.mean_square

@@ -13,28 +13,36 @@ from ._base import ByDensity, SelectorState, report
 
 @dataclasses.dataclass(frozen=True)
 class MSTopK(ByDensity):
-    """Selects k elements: all above a threshold that at most k reach, and some of those just below it.
+    """Selects k elements: all above a threshold that at most k reach, and some just below it.
 
-    Algorithm 1 of the paper: N halvings of the interval between the mean and the largest magnitude leave a threshold
-    that too few elements reach and one that too many do; of those between the two, a window fills the k places. Where
-    it differs, so that k elements come of any vector, ties and one huge element among them:
+    This is Algorithm 1 of the paper. It halves the interval between the mean and the largest
+    magnitude N times. That leaves two thresholds: at most k elements reach one, and more than k
+    reach the other. The elements that reach the first are selected, and a window of consecutive
+    elements between the two fills the other places. The algorithm differs from the paper's in
+    three ways, so that it selects k elements of any vector, also of one with ties or with one
+    huge element:
 
-    - Halves have as many floats each, not the same width: resolution is relative to the magnitude, and from N = 31
-      on the k-th is found exactly. With N = 30, more than 99 % of the selected are among the k largest.
-    - Where fewer than k reach the mean, the search goes on below it; where more than k tie with the largest, above.
-    - The window is not drawn at random but moves on with the step, so that all get their turn.
+    - The two halves of an interval have the same number of floats, and not the same width. So the
+      resolution is relative to the magnitude, and from N = 31 on the k-th magnitude is found
+      exactly. With N = 30, more than 99 % of the selected elements are among the k largest.
+    - If fewer than k elements reach the mean, the search continues below it. If more than k
+      elements are equal to the largest magnitude, it continues above it.
+    - The window is not drawn at random. It moves on with the step, so that every element gets its
+      turn.
 
-    Reads the vector twice for the mean and the largest and once to compact; the searches run among what was compacted,
-    a superset of the k largest that a sample delimits. Vectors of up to 262,144 elements, and those of which a single
-    magnitude makes the superset too large, are searched whole: ``N / 2`` passes.
+    It reads the vector twice for the mean and the largest magnitude, and once to compact it. The
+    searches run on the compacted elements: a superset of the k largest, whose lower bound comes
+    from a sample. A vector is searched whole, in ``N / 2`` passes or on a GPU in fewer, if it has
+    up to 262,144 elements, or if the superset would be too large: because of k, or because a
+    single magnitude is too frequent.
 
     Attributes:
       density: k / n, above 0 and at most 1.
-      searches: N, at least 1.
+      searches: N, the number of halvings, at least 1.
 
     References:
-      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section
-      3.1, Algorithm 1.
+      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
+      MLSys 2021, section 3.1, Algorithm 1.
     """
 
     searches: int = 30
@@ -42,7 +50,7 @@ class MSTopK(ByDensity):
     def __post_init__(self):
         super().__post_init__()
         if self.searches < 1:
-            raise ValueError(f"searches is {self.searches}; it must be at least 1, such as the paper's 30")
+            raise ValueError(f"searches is {self.searches}; it must be at least 1, such as 30, as in the paper")
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array

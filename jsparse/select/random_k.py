@@ -1,4 +1,4 @@
-"""Random-k."""
+"""Random-k: k elements chosen at random."""
 
 import dataclasses
 
@@ -17,16 +17,17 @@ from .fixed import take_above
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(ByDensity):
-    """Selects k elements at random, all sets of k alike probable.
+    """Selects k elements at random. All sets of k elements are equally probable.
 
-    An element that is zero has nothing to send: it is dropped, and fewer than k are selected. Nothing is scaled by
-    ``n / k``: what was not selected is in the residual.
+    If an element is zero, it has nothing to send. It is dropped, and fewer than k are selected.
+    Values are not scaled by ``n / k``, because the elements that were not selected are in the
+    residual.
 
     Attributes:
       density: k / n, above 0 and at most 1.
-      shared: whether all workers select the same elements, which follow from seed and step, without communication;
-        otherwise each worker selects its own.
-      seed: an integer; equal seeds select equal elements in equal steps.
+      shared: whether all workers select the same elements. These follow from the seed and the
+        step, without communication. If false, each worker selects elements of its own.
+      seed: an integer. In the same step, equal seeds select the same elements.
 
     References:
       Stich et al., Sparsified SGD with Memory, NeurIPS 2018, "rand_k".
@@ -51,10 +52,10 @@ class RandomK(ByDensity):
 
 
 def _draw(key: jax.Array, n: int, k: int) -> jax.Array:
-    """A bitmap of k of n indices, k at most n / 2.
+    """The bitmap of k of n indices, k at most n / 2.
 
-    Indices are drawn with replacement, as many as are missing, until none are. No step tells one index from another,
-    so that all sets of k are alike probable.
+    Indices are drawn with replacement, as many as are missing, until none is missing. Every round
+    treats all indices alike, so all sets of k indices are equally probable.
     """
     past = bitmap.WORD * -(-n // bitmap.WORD)
 

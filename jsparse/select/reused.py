@@ -1,4 +1,4 @@
-"""Ok-Topk's reused threshold, corrected each step."""
+"""The reused threshold of Ok-Topk, corrected in each step."""
 
 import dataclasses
 from typing import NamedTuple
@@ -15,18 +15,20 @@ from .._vector.sparse_vector import SparseVector
 from ._base import Selector
 from .fixed import take_above
 
-# A threshold is kept while it selects k within this share; corrected at most so often a step; given up beyond this.
+# A threshold is kept while the count is within BAND of k, relative to k. Otherwise it is
+# corrected, at most CORRECTIONS times in a step. It is given up if the count is still more than
+# LOST away from k.
 BAND = 0.05
 CORRECTIONS = 3
 LOST = 0.5
 
 
 class ReusedThresholdState(NamedTuple):
-    """State of :class:`ReusedThreshold`; each leaf has shape ``(1,)``.
+    """The state of :class:`ReusedThreshold`. Each leaf has shape ``(1,)``.
 
     Attributes:
-      threshold: the last step's threshold.
-      selected: int32, how many elements it selected.
+      threshold: the threshold of the last step.
+      selected: int32, the number of elements that reached it.
       slope: how steeply the count falls: ``-d log(count) / d log(threshold)``.
     """
 
@@ -37,19 +39,22 @@ class ReusedThresholdState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReusedThreshold(Selector):
-    """Selects about k elements by a threshold that is evaluated exactly now and then and corrected in between.
+    """Selects about k elements by a threshold that is evaluated exactly from time to time.
 
-    Ok-Topk, Algorithm 1, lines 2 to 4, with the correction that the authors' code adds: error feedback makes the
-    count drift to many times k within one period of plain reuse. Here each step counts what the last threshold would
-    select and, outside k ± 5 %, moves it along the measured slope, up to three times; a threshold that is then still
-    off by half is evaluated exactly.
+    Between exact evaluations it is corrected. This is Ok-Topk, Algorithm 1, lines 2 to 4, with
+    the correction that the authors' code adds: without it, error feedback makes the count drift
+    to many times k within one period of reuse. Each step counts the elements that reach the last
+    threshold. If the count is outside k ± 5 %, the step moves the threshold along the measured
+    slope, up to three times. If the count is then still off by more than half of k, the threshold
+    is evaluated exactly.
 
     Attributes:
       density: k / n, above 0 and at most 1.
-      tau_threshold: τ', steps between exact evaluations, at least 1.
+      tau_threshold: τ', the number of steps between exact evaluations, at least 1.
 
     References:
-      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, section 3.1.3.
+      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022,
+      section 3.1.3.
     """
 
     density: float
@@ -77,7 +82,7 @@ class ReusedThreshold(Selector):
 def _correct(
     acc: jax.Array, k: int, threshold: jax.Array, slope: jax.Array, skip: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Moves the threshold until it selects k within the band: ``(threshold, count, slope)``."""
+    """Moves the threshold until its count is within the band: ``(threshold, count, slope)``."""
 
     def outside(carry):
         i, _, count, _ = carry

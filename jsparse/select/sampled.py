@@ -1,4 +1,4 @@
-"""A threshold from a sample of each step's vector."""
+"""A threshold from a sample of the vector, taken anew in each step."""
 
 import dataclasses
 
@@ -13,10 +13,12 @@ from .fixed import AboveThreshold
 
 @dataclasses.dataclass(frozen=True)
 class SampledThreshold(AboveThreshold, ByDensity):
-    """Selects about k elements: those above the k-th magnitude as a sample of 65,536 elements tells it.
+    """Selects about k elements by a threshold that estimates the k-th magnitude.
 
-    The count's relative standard deviation is ``1 / sqrt(65536 * density)``: 4 % at density 0.01, 12 % at 0.001.
-    Vectors of up to 262,144 elements are not sampled but searched whole. What exceeds k in a step waits its turn.
+    The estimate comes from a sample of 65,536 elements. The relative standard deviation of the
+    count is ``1 / sqrt(65536 * density)``: 4 % at density 0.01, 12 % at 0.001. A vector of up to
+    262,144 elements is searched whole instead. If more than k elements reach the threshold, the
+    buffer holds a different part of them in each step.
 
     Attributes:
       density: k / n, above 0 and at most 1.

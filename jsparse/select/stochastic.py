@@ -1,4 +1,4 @@
-"""Stochastic top-k: each element by itself, with a probability that grows with its magnitude."""
+"""Stochastic top-k: random selection, with probabilities that grow with the magnitude."""
 
 import dataclasses
 import math
@@ -15,30 +15,36 @@ from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, take_members
 from .fixed import take_above
 
-# How many standard deviations of the count the buffer has room for.
+# The room of the buffer above k, in standard deviations of the count, which are at most √k.
 MARGIN = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class StochasticTopK(ByDensity):
-    """Selects k elements in expectation, each independently with a probability that grows with its magnitude.
+    """Selects each element independently, with a probability that grows with its magnitude.
 
-    The probability of an element v is ``k |v| / ‖v‖₁``, where that is at most 1 for all. Otherwise, with
-    ``rule="exact"``, it is ``k (|v| + ε) / (‖v‖₁ + n ε)`` with the least ε with which it is, so that k elements are
-    selected in expectation, zeros among them, which are dropped; with ``rule="capped"`` it is cut to 1, so that fewer
-    than k are.
+    The probabilities are chosen for k selected elements in expectation. The probability of an
+    element v is ``k |v| / ‖v‖₁``, if that is at most 1 for all elements. Otherwise it depends on
+    the rule:
 
-    The buffer holds ``k + 4 √k``; what exceeds it waits its turn. Values are sent as they are, as in the thesis, not
-    divided by their probabilities: what was not selected is in the residual.
+    - ``"exact"``: it is ``k (|v| + ε) / (‖v‖₁ + n ε)``, with the smallest ε for which it is at
+      most 1 for all elements. The expected number of drawn elements is k. Zeros can be among
+      them, and are dropped.
+    - ``"capped"``: it is cut to 1. The expected number of selected elements is then less than k.
+
+    The buffer holds ``k + 4 √k`` elements. If more are drawn, it holds a different part of them
+    in each step. As in the thesis, values are not divided by their probabilities, because the
+    elements that were not selected are in the residual.
 
     Attributes:
       density: k / n, above 0 and at most 1.
-      rule: ``"exact"`` or ``"capped"``, the thesis's two.
-      seed: an integer; equal seeds draw equal numbers in equal steps, others on each worker.
+      rule: ``"exact"`` or ``"capped"``, the two rules of the thesis.
+      seed: an integer. In the same step on the same worker, equal seeds draw equal numbers.
+        Workers draw different numbers.
 
     References:
-      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
-      2.4.1, Theorem 2.1.
+      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH
+      Zurich, 2017, section 2.4.1, Theorem 2.1.
     """
 
     rule: Literal["exact", "capped"] = "exact"
@@ -59,8 +65,9 @@ class StochasticTopK(ByDensity):
         largest, total = norms(acc)
         epsilon = jnp.maximum(k - total, 0) / (n - k) if self.rule == "exact" else jnp.zeros((), acc.dtype)
         share = k / jnp.maximum(total + n * epsilon, 1)
-        # |v| and ε over the largest magnitude, whose reciprocal can be too small to be a float. Other powers of two
-        # than in norms: XLA would keep a product that both have, an array as long as acc.
+        # |v| and ε are relative to the largest magnitude. Its reciprocal can be too small for a
+        # float, so both sides are scaled by a power of two first. These powers differ from those
+        # in `norms`: a product that both had in common XLA would store, an array as long as acc.
         scale = jnp.where(largest > 1, 2.0**-60, 2.0**60).astype(acc.dtype)
         factor = share / jnp.where(largest > 0, largest * scale, 1)
         probability = jnp.abs(acc * scale) * factor + share * epsilon

@@ -1,4 +1,4 @@
-"""Exact top-k."""
+"""The selector for the exact top-k."""
 
 import dataclasses
 
@@ -13,12 +13,16 @@ from ._base import ByDensity, SelectorState, report
 
 @dataclasses.dataclass(frozen=True)
 class TopK(ByDensity):
-    """Selects the k elements of largest magnitude, exactly; ties go to the lowest index.
+    """Selects exactly the k elements of largest magnitude.
+
+    Among equal magnitudes the lowest index is selected.
 
     Attributes:
       density: k / n, above 0 and at most 1.
 
-    >>> x, _ = TopK(0.5)(jnp.array([3.0, -1.0, 0.5, -4.0]), TopK(0.5).init(4, jnp.float32), jnp.int32(0), jnp.int32(0))
+    >>> select = TopK(0.5)
+    >>> acc, state = jnp.array([3.0, -1.0, 0.5, -4.0]), select.init(4, jnp.float32)
+    >>> x, state = select(acc, state, step=jnp.int32(0), rank=jnp.int32(0))
     >>> x.values, x.indices
     (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32))
     """

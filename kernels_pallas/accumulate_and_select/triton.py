@@ -1,4 +1,7 @@
-"""Accumulation and compaction on a GPU: the kernels of compaction, which add the gradient as they read."""
+"""Accumulation and compaction on a GPU.
+
+It uses the compaction kernels of ``select_above``, which add the gradient while they read.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Accumulation and compaction in plain JAX: a sum, then a compaction of it."""
+"""Accumulation and compaction in plain JAX: a sum, then a compaction of the sum."""
 
 import math
 
@@ -23,12 +23,13 @@ def accumulate_and_select(
     acc = residual + jnp.where(keep, grad.astype(residual.dtype), 0)
     if limit < math.inf:
         acc = jnp.clip(acc, -limit, limit)
-    # Otherwise XLA forms the sum again wherever it is read, and keeps a copy of the residual for that.
+    # Without the barrier XLA computes the sum again wherever it is read, and keeps a copy of the
+    # old residual for that.
     acc = lax.optimization_barrier(acc)
-    # Nothing reaches NaN.
+    # No magnitude reaches a threshold of NaN.
     values, indices, count = select_above(acc, jnp.where(keep, threshold, jnp.nan), start, capacity=capacity)
     if clear:
-        # Only when the values have been read can what they were read from be overwritten in place.
+        # The barrier makes XLA read the values first. Only then can it overwrite acc in place.
         acc, values = lax.optimization_barrier((acc, values))
         acc = acc.at[indices].set(0, mode="drop", indices_are_sorted=True)
     return values, indices, count, acc

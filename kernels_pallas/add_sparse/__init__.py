@@ -1,4 +1,4 @@
-"""Sparse into dense: sorted lists added to a vector in place."""
+"""Addition of sorted sparse lists to a dense vector, in place."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from .._implementation import choose
 from .._varying import alike
 from . import xla
 
-# The kernel does what XLA's scatter does, and is chosen nowhere until it has been seen to beat it.
+# The kernel does the same as XLA's scatter. It is chosen nowhere until a measurement shows that
+# it is faster.
 ON_CUDA = "xla"
 
 
@@ -20,25 +21,28 @@ def add_sparse(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes ``dense`` plus ``scale`` times a sparse vector, in place where ``dense`` is donated.
+    """Computes ``dense`` plus ``scale`` times a sparse vector, in place if ``dense`` is donated.
 
-    Touches only what the lists name. Of ``P`` lists, as many workers send, one is added after the other, so that the
-    sum is the same bits on every worker, which no sum with an index twice in one list would be.
+    It touches only the elements that the lists name. ``P`` lists, such as those of ``P`` workers,
+    are added one after the other, so that the sum has the same bits on every worker. That would
+    not hold if one list named an index twice.
 
     Args:
       dense: bfloat16, float32 or float64, shape ``(n,)``, ``n < 2**31``.
-      values: floats, shape ``(k,)`` or ``(P, k)``; times ``scale`` they are rounded to the type of ``dense``.
-      indices: int32, of the shape of ``values``: each list ascending, no index twice in it; at or above ``n``, where
-        it is padded, nothing is added. Other lists have undefined results.
+      values: floats, shape ``(k,)`` or ``(P, k)``. Their products with ``scale`` are rounded to
+        the type of ``dense``.
+      indices: int32, in the shape of ``values``. In each list indices ascend and none occurs
+        twice. Indices of ``n`` or more are padding, and nothing is added for them. Lists that
+        break these rules have undefined results.
       scale: a scalar, such as minus the learning rate.
-      implementation: ``"xla"``, ``"triton"``, ``"interpret"``, or None, which is the plain form everywhere: no kernel
-        has yet been measured beside XLA's scatter.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``. None means the plain form
+        everywhere: the kernel has not been measured beside XLA's scatter yet.
 
     Returns:
       A vector of the shape and type of ``dense``.
 
     Raises:
-      ValueError: a shape or type is not as above, or there is no such implementation.
+      ValueError: a shape or type is not as above, or there is no implementation of this name.
 
     >>> add_sparse(jnp.ones(4), jnp.array([2.0, 4.0, 0.0]), jnp.array([0, 3, 4]), -0.5)
     Array([ 0.,  1.,  1., -1.], dtype=float32)
@@ -49,13 +53,19 @@ def add_sparse(
             f"dense has shape {dense.shape} and type {dense.dtype}; give one vector of bfloat16, float32 or float64"
         )
     if dense.shape[0] >= 2**31:
-        raise ValueError(f"dense has {dense.shape[0]} elements; indices are int32, so split it into parts below 2**31")
+        raise ValueError(
+            f"dense has {dense.shape[0]} elements; indices are int32, so split dense into parts of length below 2**31"
+        )
     if values.ndim not in (1, 2) or values.shape != indices.shape:
         raise ValueError(
-            f"values have shape {values.shape} and indices {indices.shape}; give one list (k,) or several (P, k)"
+            f"values have shape {values.shape} and indices {indices.shape}; they must have the same shape: "
+            "give one list (k,) or several (P, k)"
         )
     if indices.dtype != jnp.int32 or not jnp.issubdtype(values.dtype, jnp.floating):
-        raise ValueError(f"values have type {values.dtype} and indices {indices.dtype}; give floats and int32")
+        raise ValueError(
+            f"values have type {values.dtype} and indices {indices.dtype}; values must be floats, "
+            "indices int32: cast them"
+        )
     scaled = (jnp.asarray(scale) * values).astype(dense.dtype)
     lists = (scaled, indices) if values.ndim == 2 else (scaled[None], indices[None])
     forms = {"xla": xla.add_sparse, "triton": _triton}

@@ -1,6 +1,7 @@
-"""Sparse into dense by Pallas on Triton: each lane takes one element of a list, and adds it where it belongs.
+"""Addition of sparse lists to a dense vector, in Pallas for Triton.
 
-A list names no place twice, so that no two lanes meet; the next list is the next launch.
+Each lane takes one element of a list and adds it at its index. A list names no index twice, so no
+two lanes write to the same place. Each list is a launch of its own.
 """
 
 import functools
@@ -14,7 +15,8 @@ from jax.experimental import pallas as pl
 from .._triton import call, load, store
 from .xla import in_order
 
-# Elements of a program, and its warps: 4 elements to a thread, one access of 16 bytes to the list's halves.
+# The elements of a program, and its warps. That is 4 elements for each thread: for float32 one
+# 16-byte access to the values, and one to the indices.
 BLOCK = 512
 WARPS = 4
 
@@ -55,11 +57,11 @@ def _kernel(before: Any, values: Any, indices: Any, after: Any, *, block: int) -
         lane = program * block + lanes
         place, value = load(indices, lane, mask), load(values, lane, mask)
         here = place < before.shape[0] if mask is None else mask & (place < before.shape[0])
-        # bfloat16 is added in float32: rounded from there, the sum is what XLA's is.
+        # bfloat16 is added in float32 and then rounded, as XLA does: so the sum is the same.
         total = load(before, place, here).astype(jnp.float32) + value.astype(jnp.float32)
         store(after, place, total.astype(after.dtype), here)
 
-    # The ragged end apart: a mask on it alone.
+    # The ragged end is a branch of its own, so that only it has a mask.
     whole, rest = divmod(values.shape[0], block)
     if whole:
         pl.when(program < whole)(lambda: body(None))

@@ -1,4 +1,4 @@
-"""Sparse into dense in plain JAX: a scatter a list."""
+"""Addition of sparse lists to a dense vector in plain JAX: one scatter for each list."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ def add_list(dense: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Arr
 
 
 def in_order(add: Callable[..., jax.Array], dense: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """Adds one list after the other by ``add``."""
+    """Adds the lists one after the other, by ``add``."""
     if values.shape[0] == 1:
         return add(dense, values[0], indices[0])
     return lax.scan(lambda dense, run: (add(dense, *run), None), dense, (values, indices))[0]

@@ -1,1 +1,4 @@
-"""Times the operations, form by form, beside what JAX and PyTorch offer: ``python -m kernels_pallas.bench``."""
+"""The benchmark of the operations in each form, beside JAX and PyTorch.
+
+To run it: ``python -m kernels_pallas.bench``.
+"""

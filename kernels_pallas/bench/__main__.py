@@ -1,4 +1,4 @@
-"""Times the operations of kernels_pallas, form by form, beside what JAX and PyTorch offer."""
+"""Times the operations of kernels_pallas in each form, beside what JAX and PyTorch offer."""
 
 import argparse
 import gc
@@ -22,7 +22,7 @@ from .operations import Operation, draw, operations
 from .timing import jax_calls, sets_of, time_calls
 from .torch_forms import cuda_torch, torch_calls
 
-# In sums of floats, which no two forms add in the same order.
+# The tolerance for sums of floats, because no two forms add in the same order.
 TOLERANCE = 1e-5
 
 
@@ -30,29 +30,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark.
 
     Args:
-      argv: its arguments; those of the process by default.
+      argv: the command line arguments; by default those of the process.
     """
     names = [operation.name for operation in operations()]
     parser = argparse.ArgumentParser(
         prog="python -m kernels_pallas.bench",
         description=__doc__,
-        epilog="Queues many calls and waits for the last; medians over groups of them; inputs in turn, more than the "
-        "cache holds. Before a kernel is timed its results are compared with the plain form's.",
+        epilog="Calls are queued in groups, and the time ends when the last call of a group is done. Figures are "
+        "medians over the groups. Several sets of inputs, which together exceed the cache, are used in turn. Before "
+        "a kernel is timed, its results are compared with those of the plain form.",
     )
-    parser.add_argument("--size", type=int, nargs="+", metavar="N", help="lengths (default: those of the papers)")
+    parser.add_argument(
+        "--size", type=int, nargs="+", metavar="N", help="lengths of the vectors (default: those of the papers)"
+    )
     parser.add_argument("--density", type=float, nargs="+", default=DENSITIES, help="k / n (default: 0.001 0.01)")
     parser.add_argument(
-        "--ops", nargs="+", metavar="NAME", help=f"operations whose names begin so (default: all: {', '.join(names)})"
+        "--ops",
+        nargs="+",
+        metavar="NAME",
+        help=f"only operations whose names begin with one of these (default: all: {', '.join(names)})",
     )
     parser.add_argument(
-        "--implementation", nargs="+", choices=IMPLEMENTATIONS, help="forms (default: all); names nothing beside them"
+        "--implementation",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        help="only these forms, and nothing of JAX or PyTorch beside them (default: all)",
     )
-    parser.add_argument("--clustered", action="store_true", help="what stands out stands in a sixteenth of the vector")
-    parser.add_argument("--groups", type=int, default=9, help="timed groups of calls (default 9)")
-    parser.add_argument("--seconds", type=float, default=0.03, help="what a group should take (default 0.03)")
+    parser.add_argument(
+        "--clustered", action="store_true", help="put the large elements of gradients in a sixteenth of the vector"
+    )
+    parser.add_argument("--groups", type=int, default=9, help="number of timed groups of calls (default 9)")
+    parser.add_argument("--seconds", type=float, default=0.03, help="aimed duration of a group (default 0.03)")
     parser.add_argument("--check", action="store_true", help="compare the results, and time nothing")
-    parser.add_argument("--tune", action="store_true", help="try the values of each operation's options instead")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "--tune", action="store_true", help="instead time each operation with all values of its options"
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures to this file")
     args = parser.parse_args(argv)
     console = rich.console.Console(width=160)
     try:
@@ -67,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for row in rows(args, shapes):
         figures["rows"].append(row)
-        write(figures, args.json)  # Each time: a run that is cut short has written what it had.
+        write(figures, args.json)  # After every row: an interrupted run has written what it had.
     if not args.check:
         compare(figures)
         write(figures, args.json)
@@ -77,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{row['operation']} ({row['form']}) at n = {row['n']:,}: {row['failed']}", file=sys.stderr)
     wrong = sorted({f"{row['operation']} ({row['form']})" for row in figures["rows"] if row["right"] is False})
     if wrong:
-        sys.exit(f"results differ from the plain form's: {', '.join(wrong)}")
+        sys.exit(f"results differ from those of the plain form: {', '.join(wrong)}")
     if any("failed" in row for row in figures["rows"]):
         sys.exit("some forms failed")
 
@@ -88,27 +101,30 @@ def write(figures: dict[str, Any], path: pathlib.Path | None) -> None:
 
 
 def check(args: argparse.Namespace) -> list[Shape]:
-    """The shapes asked for."""
+    """Checks the arguments, and returns the shapes to measure."""
     if not (sees_cuda() or (args.size and args.implementation and not {"triton", "mosaic"} & {*args.implementation})):
         raise ValueError(
-            "no GPU: there is nothing to time here. To try this out on a CPU name forms that run there and a small "
-            "size, as --implementation xla interpret --size 10000"
+            "JAX sees no GPU here, so there is nothing to time. To try the benchmark on a CPU, name forms that run "
+            "there and a small size, such as --implementation xla interpret --size 10000"
         )
     if any(not 0 < density <= 1 for density in args.density):
-        raise ValueError(f"--density {args.density}; each lies above 0 and at most at 1")
+        raise ValueError(f"--density is {args.density}; each density must be above 0 and at most 1")
     if any(n < 1 for n in args.size or ()) or args.groups < 1:
-        raise ValueError("--size and --groups are at least 1")
+        raise ValueError("--size and --groups must be at least 1")
     if args.ops and not all(any(op.name.startswith(name) for op in operations()) for name in args.ops):
-        raise ValueError(f"--ops {' '.join(args.ops)}; there are {', '.join(op.name for op in operations())}")
+        raise ValueError(
+            f"--ops is {' '.join(args.ops)}; each must be the beginning of an operation's name: "
+            f"there are {', '.join(op.name for op in operations())}"
+        )
     return [Shape(f"{n:,}", n) for n in args.size] if args.size else list(MODELS)
 
 
 def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
-    """Measures, one row after the other."""
+    """Measures, and yields one row after the other."""
     chosen = [op for op in operations() if not args.ops or op.name.startswith(tuple(args.ops)) or op.name == "copy"]
     todo = [(shape, density, op) for shape in shapes for density in args.density for op in chosen]
     torch = None if args.implementation or args.check or args.tune else cuda_torch()
-    # On the standard error, so that the table can be redirected.
+    # Progress goes to the standard error, so that the table can be redirected.
     console = rich.console.Console(file=sys.stderr)
     for shape, density, operation in rich.progress.track(todo, "measuring", console=console, transient=True):
         n, k = shape.n, shape.k(density)
@@ -118,7 +134,8 @@ def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, An
         if args.tune or args.check or {"xla"} != {*(args.implementation or operation.forms)}:
             result = jax.jit(operation.ours(n, k, "xla"))(*sets[0])
         for form, options, make in forms(operation, n, k, args):
-            # Others choose other elements where there are ties, or in no order.
+            # Only kernels are compared. The others choose other elements among equal magnitudes,
+            # or return elements in no order.
             kernel = form.split(",")[0] in IMPLEMENTATIONS and form != "xla"
             figures = attempt(measure, operation, make, n, k, sets, args, result if kernel else None)
             yield where | {"form": form, "options": options} | figures
@@ -128,7 +145,10 @@ def rows(args: argparse.Namespace, shapes: list[Shape]) -> Iterator[dict[str, An
 
 
 def attempt(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What was measured, or why not: out of memory, say, or not to be compiled. The rest goes on."""
+    """Measures. If that fails, returns the reason, and the benchmark goes on.
+
+    A form can run out of memory, for example, or fail to compile.
+    """
     try:
         return measure(*args)
     except RuntimeError as error:
@@ -136,7 +156,7 @@ def attempt(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any
 
 
 def forms(operation: Operation, n: int, k: int, args: argparse.Namespace) -> Iterator[tuple[str, dict, Callable]]:
-    """The forms of an operation that are asked for: each one's name, options and function."""
+    """Yields the name, options and function of each form that the arguments ask for."""
     ours = [*operation.forms, *(["interpret"] if "triton" in operation.forms else [])]
     ours = [form for form in ours if form in (args.implementation or operation.forms) or operation.name == "copy"]
     if args.tune and operation.tuned:
@@ -153,7 +173,7 @@ def forms(operation: Operation, n: int, k: int, args: argparse.Namespace) -> Ite
 
 
 def inputs(operation: Operation, n: int, k: int, args: argparse.Namespace) -> list[list[jax.Array]]:
-    """Sets of inputs to take in turn."""
+    """The sets of inputs, which are used in turn."""
     first = draw(operation.inputs, n, k, 0, args.clustered)
     count = 1 if args.check else sets_of(sum(array.nbytes for array in first))
     return [first, *(draw(operation.inputs, n, k, seed, args.clustered) for seed in range(1, count))]
@@ -168,8 +188,8 @@ def measure(
     args: argparse.Namespace,
     wanted: Any,
 ) -> dict[str, Any]:
-    """Compiles, compares with what is wanted, where something is, and times."""
-    # What is overwritten is a copy.
+    """Compiles a form, compares its result with ``wanted`` unless that is None, and times it."""
+    # Donated inputs are copied, because each call overwrites them.
     sets = [[jnp.copy(x) if i in operation.donate else x for i, x in enumerate(given)] for given in sets]
     compiled = jax.jit(make, donate_argnums=operation.donate).lower(*sets[0]).compile()
     call = jax_calls(compiled, sets, operation.donate)
@@ -188,7 +208,7 @@ def measure_torch(
 
 
 def alike(got: Any, wanted: Any, exact: bool) -> bool:
-    """Whether results are the same, to the bit or to rounding."""
+    """Whether results are the same: bit for bit if ``exact``, else up to rounding."""
 
     def same(a: jax.Array, b: jax.Array) -> bool:
         if exact or not jnp.issubdtype(a.dtype, jnp.floating):
@@ -201,7 +221,7 @@ def alike(got: Any, wanted: Any, exact: bool) -> bool:
 def figures_of(
     operation: Operation, n: int, k: int, times: list[float] | None, right: bool | None = None, memory: Any = None
 ) -> dict[str, Any]:
-    """What is told of a form."""
+    """The figures of one form."""
     moved = operation.moved(n, k)
     figures = {"bytes_an_element": moved / n, "right": right}
     if times:
@@ -217,7 +237,11 @@ def figures_of(
 
 
 def compare(figures: dict[str, Any]) -> None:
-    """Adds what each row is beside others: of the copy's rate, the best in the run, and of each other way's time."""
+    """Adds comparisons to each row.
+
+    They are its rate as a share of the best rate of a copy in the run, and how many times as fast
+    it is as each other form of the same operation.
+    """
     timed = [row for row in figures["rows"] if "microseconds" in row]
     copied = max(row["gigabytes_a_second"] for row in timed if row["operation"] == "copy")
     figures["copy_gigabytes_a_second"] = copied
@@ -237,8 +261,9 @@ def show(figures: dict[str, Any], console: rich.console.Console) -> None:
         title=f"{figures['device']}, jax {figures['jax']}" + (", clustered" if figures["clustered"] else ""),
         caption=None
         if rate is None
-        else f"B: bytes an element that the operation must move. of copy: their rate over the best copy's in this run, "
-        f"{rate:,.0f} GB/s. temp: temporary bytes an element. over top_k, torch: how many times as fast.",
+        else f"B: bytes that the operation must move for each element. of copy: the rate of these bytes, as a share of "
+        f"the best rate of a copy in this run, {rate:,.0f} GB/s. temp: temporary memory, in bytes for each element. "
+        "over top_k, over torch: how many times as fast as these.",
     )
     for name in ("operation", "form"):
         table.add_column(name, no_wrap=True)

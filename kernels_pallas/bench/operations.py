@@ -1,6 +1,8 @@
-"""What is compared: a row an operation, with its forms, what does the same by other means, and the bytes it needs.
+"""The operations that are compared, one row for each.
 
-Tests lower and compile the same rows for GPUs, so that a new operation is one row here.
+A row has the forms of the operation, functions of JAX and PyTorch that do the same, and the bytes
+that the operation needs. Tests lower and compile the same rows for GPUs, so a new operation needs
+only a new row here.
 """
 
 import math
@@ -14,7 +16,8 @@ from jax import lax
 
 import kernels_pallas
 
-# Gradients have elements that stand out: each call selects the same of them, however often the residual comes round.
+# The magnitude of a gradient's large elements, and the threshold that selects them. The residual
+# is used again and again, but each call selects these same elements.
 SPIKE = 10.0
 LEVEL = 5.0
 THRESHOLDS = 16
@@ -24,20 +27,23 @@ Make = Callable[[int, int], Callable[..., Any]]
 
 
 class Operation(NamedTuple):
-    """A row.
+    """A row of the comparison.
 
     Attributes:
-      name: what it is called.
-      inputs: names in :func:`draw`.
-      ours: makes of ``n``, ``k`` and an implementation a function of the inputs.
-      moved: the bytes that must be read and written, of ``n`` and ``k``: every input and output once.
-      forms: its implementations.
-      donate: places of those inputs that are overwritten by its last outputs, one for one.
-      beside: by name, what else does the same: makes a function of the inputs, with the same donation.
-      torch: the same in PyTorch: of ``(torch, k, *tensors)``, in place.
-      exact: whether all forms give the same bits; sums of floats are the same to rounding.
-      tuned: makes of ``n``, ``k``, and whether to interpret, the Triton form with options, given by name.
-      options: these, and the values to try.
+      name: the name of the operation.
+      inputs: the names of the inputs, as in :func:`draw`.
+      ours: from ``n``, ``k`` and an implementation, makes a function of the inputs.
+      moved: from ``n`` and ``k``, computes the bytes that must be read and written, every input
+        and output once.
+      forms: the implementations of the operation.
+      donate: the places of the inputs that the last outputs overwrite, one for one.
+      beside: other functions that do the same, by name. Each makes, from ``n`` and ``k``, a
+        function of the inputs, with the same donation.
+      torch: does the same in PyTorch, in place, as a function of ``(torch, k, *tensors)``.
+      exact: whether all forms give the same bits. If not, sums of floats are the same up to
+        rounding.
+      tuned: from ``n``, ``k``, whether to interpret, and options by name, makes the Triton form.
+      options: the options of ``tuned``, and the values to try.
     """
 
     name: str
@@ -54,14 +60,15 @@ class Operation(NamedTuple):
 
 
 def draw(names: Sequence[str], n: int, k: int, seed: int, clustered: bool = False) -> list[jax.Array]:
-    """Inputs, fresh ones, by name.
+    """Draws new inputs, by name.
 
     Args:
-      names: which.
-      n: length of a vector.
-      k: how many elements stand out.
-      seed: other inputs for another.
-      clustered: these stand in a sixteenth of the vector, as where one layer's gradient is far larger than the rest.
+      names: the names of the inputs.
+      n: the length of a vector.
+      k: the number of large elements.
+      seed: the seed; other seeds give other inputs.
+      clustered: whether the large elements of a gradient are in a sixteenth of the vector, as
+        when the gradient of one layer is far larger than the rest.
     """
     rng = np.random.default_rng(seed)
     key = jax.random.key(seed)
@@ -97,7 +104,7 @@ def draw(names: Sequence[str], n: int, k: int, seed: int, clustered: bool = Fals
 
 
 def public(function: Callable[..., Any], kept: str | None = None) -> Callable[..., Callable[..., Any]]:
-    """Makes a public function a row's ``ours``; ``kept`` is its parameter for how many are kept."""
+    """The ``ours`` of a row, for a public function whose parameter ``kept`` takes ``k``."""
 
     def ours(n: int, k: int, implementation: str) -> Callable[..., Any]:
         static = {kept: k} if kept else {}
@@ -146,12 +153,12 @@ def add_tuned(n: int, k: int, interpret: bool = False, **options: Any) -> Callab
 
 
 def two_passes(make: Callable[..., Any]) -> Make:
-    """The Triton form without slots: every block is read a second time."""
+    """The Triton form without slots, which reads every block twice."""
     return lambda n, k: make(n, k, slots=0)
 
 
 def accumulate_by(top_k: Callable[..., Any]) -> Make:
-    """By a top-k of the magnitudes."""
+    """Accumulates, and selects by a top-k of the magnitudes."""
 
     def make(n, k):
         def run(gradient, residual, level):
@@ -207,7 +214,7 @@ def nonzero(n: int, k: int) -> Callable[..., Any]:
 
 
 def statistics(n: int, k: int) -> Callable[..., Any]:
-    """As one would write it."""
+    """The statistics as one would write them in jax.numpy."""
 
     def run(x, thresholds):
         magnitude = jnp.abs(x)
@@ -222,7 +229,7 @@ def counts(n: int, k: int) -> Callable[..., Any]:
 
 
 def add_dense(n: int, k: int) -> Callable[..., Any]:
-    """By a dense temporary."""
+    """Adds a list by way of a dense temporary vector."""
 
     def run(x, values, indices):
         return (x + jnp.zeros(n, x.dtype).at[indices].add(values, indices_are_sorted=True, unique_indices=True),)
@@ -231,7 +238,7 @@ def add_dense(n: int, k: int) -> Callable[..., Any]:
 
 
 def add_at_once(n: int, k: int) -> Callable[..., Any]:
-    """In no order: not the same bits each time."""
+    """Adds all lists in one scatter, in no fixed order: the bits can differ from call to call."""
     return lambda x, values, indices: (x.at[indices.reshape(-1)].add(values.reshape(-1)),)
 
 
@@ -240,7 +247,10 @@ def add_sparse(n: int, k: int, implementation: str) -> Callable[..., Any]:
 
 
 def copy(n: int, k: int, implementation: str) -> Callable[..., Any]:
-    """What the others are measured by. An addition, since a copy of what stays would be left out."""
+    """The copy whose rate the others are compared with.
+
+    It is an addition, because XLA would leave out a copy that changes nothing.
+    """
     return lambda x: x + 1
 
 
@@ -250,7 +260,7 @@ TOP_K = {"lax.top_k": lax.top_k, "lax.approx_max_k": lax.approx_max_k}
 
 
 def operations() -> list[Operation]:
-    """The rows."""
+    """The rows of the comparison."""
     accumulating = {
         **{name: accumulate_by(top_k) for name, top_k in TOP_K.items()},
         "jnp.nonzero": accumulate_by_nonzero,

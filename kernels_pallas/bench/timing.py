@@ -1,8 +1,9 @@
-"""Timing on a device that works behind the caller's back.
+"""Timing on a device that works asynchronously.
 
-Calls are queued one after the other and waited for at the end: what is measured is the work, where it takes longer than
-the queueing of it. Inputs come in several sets, in turn, which together exceed the device's cache twice over, so that
-each call finds its own in memory alone.
+Calls are queued one after the other, and the timer waits for the last one. So it measures the
+work of the device, if that takes longer than the queueing. Several sets of inputs are used in
+turn. Together they are at least twice as large as the cache of the device, so the inputs of a
+call are in memory and not in the cache.
 """
 
 import itertools
@@ -13,25 +14,28 @@ from typing import Any
 
 import jax
 
-# Bytes of the largest cache that inputs must exceed: an H200's L2.
+# The bytes of the largest cache that the inputs must exceed: the L2 cache of an H200.
 CACHE = 50 * 2**20
 MOST_SETS = 64
 MOST_CALLS = 1000
 
 
 def sets_of(size: int) -> int:
-    """How many sets of inputs of that many bytes exceed the cache twice."""
+    """The number of sets of inputs, of ``size`` bytes each, that exceed the cache twice.
+
+    It is at least 2, and at most ``MOST_SETS``.
+    """
     return min(max(math.ceil(2 * CACHE / max(size, 1)), 2), MOST_SETS)
 
 
 def time_calls(call: Callable[[int], Any], wait: Callable[[Any], Any], groups: int, seconds: float) -> list[float]:
-    """Seconds a call, for each of some groups of calls.
+    """Times groups of calls. Returns the seconds of one call, for each group.
 
     Args:
-      call: queues the call of a number, counted up, and returns what can be waited for.
-      wait: waits for it, and so for all before it.
-      groups: how many are timed.
-      seconds: what a group should take.
+      call: queues a call, and returns a result to wait for. It gets the number of the call.
+      wait: waits for a result, and so for all calls before it.
+      groups: the number of groups that are timed.
+      seconds: the time that a group should take.
     """
     number = itertools.count()
 
@@ -48,7 +52,10 @@ def time_calls(call: Callable[[int], Any], wait: Callable[[Any], Any], groups: i
 
 
 def jax_calls(run: Any, sets: list[list[jax.Array]], donate: tuple[int, ...]) -> Callable[[int], Any]:
-    """Calls of a compiled function, whose last outputs take the place of the inputs that it was given to overwrite."""
+    """A function that calls a compiled function with the sets of inputs in turn.
+
+    The last outputs of a call replace the inputs that were donated to it.
+    """
 
     def call(number: int) -> Any:
         inputs = sets[number % len(sets)]

@@ -1,4 +1,4 @@
-"""The same in PyTorch, where it is installed and sees the GPU."""
+"""The operations in PyTorch, if it is installed and sees the GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from .operations import Operation
 
 
 def cuda_torch() -> Any:
-    """PyTorch, or None."""
+    """PyTorch, or None if it is not installed or sees no GPU."""
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -20,7 +20,10 @@ def cuda_torch() -> Any:
 def torch_calls(
     torch: Any, operation: Operation, k: int, sets: list[list[jax.Array]]
 ) -> tuple[Callable[[int], Any], Callable[[Any], None]]:
-    """Calls on copies of the inputs, which PyTorch may overwrite, and what waits for them."""
+    """``(call, wait)`` for :func:`.timing.time_calls`.
+
+    The calls use copies of the inputs, because PyTorch may overwrite them.
+    """
     run = operation.torch
     assert run
     tensors = [[torch.from_dlpack(array).clone() for array in inputs] for inputs in sets]

@@ -1,4 +1,4 @@
-"""Counts at many thresholds."""
+"""Counts of the elements that reach each of many thresholds."""
 
 import jax
 from jax.typing import ArrayLike
@@ -10,19 +10,22 @@ from . import xla
 
 
 def count_above_many(x: jax.Array, thresholds: ArrayLike, *, implementation: str | None = None) -> jax.Array:
-    """Counts the elements of ``x`` with ``|x| >= threshold`` for each threshold; zeros and NaN are never among them.
+    """Counts the elements of ``x`` with ``|x| >= threshold``, for each threshold.
+
+    Zeros and NaN are never counted.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       thresholds: shape ``(m,)``, at least 0, in any order.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
+        (see :func:`kernels_pallas.using`).
 
     Returns:
-      int32, shape ``(m,)``.
+      The counts: int32, shape ``(m,)``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, or too long, ``thresholds`` are not one vector, or
-        there is no such ``implementation``.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; ``thresholds``
+        are not one vector; or there is no implementation of this name.
 
     >>> count_above_many(jnp.array([3.0, -1.0, 0.5, -4.0]), jnp.array([0.0, 1.0, 3.5]))
     Array([4, 3, 1], dtype=int32)

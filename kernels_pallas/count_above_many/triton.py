@@ -1,12 +1,12 @@
-"""Counts at many thresholds on a GPU: the kernel of the statistics, without them."""
+"""Counts at many thresholds on a GPU, by the kernel of ``magnitude_statistics``."""
 
 import jax
 
 from ..magnitude_statistics import triton
 from .xla import count_at_once
 
-# Up to here XLA's one comparison is as good: it takes as long to start. Of longer vectors it loads 4 bytes at a time,
-# unless their length has convenient factors.
+# Up to this length XLA's single comparison is as fast: the time is that of starting it. From
+# longer vectors XLA loads 4 bytes at a time, unless their length has convenient factors.
 SHORT = 2**21
 
 

@@ -1,7 +1,8 @@
-"""Counts at many thresholds in plain JAX: a bit-packed mask for each.
+"""Counts at many thresholds in plain JAX, by one bit-packed mask for each threshold.
 
-On a CPU that reads the vector once a threshold, and is many times faster than one comparison of all elements with all
-thresholds, of which XLA there keeps the whole table.
+On a CPU this reads the vector once for each threshold. It is many times faster than a single
+comparison of all elements with all thresholds, because XLA on a CPU stores the whole table of
+that comparison.
 """
 
 import jax
@@ -15,6 +16,6 @@ def count_above_many(x: jax.Array, thresholds: jax.Array) -> jax.Array:
 
 
 def count_at_once(x: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """The same counts by that one comparison, which XLA makes one kernel of on a GPU."""
+    """The same counts by that single comparison. On a GPU XLA compiles it into one kernel."""
     thresholds = jnp.maximum(thresholds, jnp.finfo(x.dtype).tiny)
     return jnp.sum(jnp.abs(x)[:, None] >= thresholds[None], axis=0, dtype=jnp.int32)

@@ -13,21 +13,23 @@ from . import xla
 
 
 def kth_magnitude(x: jax.Array, k: int, *, implementation: str | None = None) -> jax.Array:
-    """Computes the k-th largest ``|x|``, exactly: the threshold above or at which ``k`` elements stand, ties apart.
+    """Computes the k-th largest ``|x|``, exactly.
 
-    Reads ``x`` once for most inputs. A NaN counts as 0; with ``k >= n`` the result is 0.
+    ``k`` elements reach it as a threshold, or more if several magnitudes are equal to it. For
+    most inputs it reads ``x`` once. NaN counts as 0. If ``k >= n``, the result is 0.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
+        (see :func:`kernels_pallas.using`).
 
     Returns:
       A scalar of the type of ``x``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, ``k`` is not positive, or there is no
-        such ``implementation``.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; ``k`` is not
+        positive; or there is no implementation of this name.
 
     >>> kth_magnitude(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
     Array(3., dtype=float32)
@@ -40,23 +42,27 @@ def kth_magnitude(x: jax.Array, k: int, *, implementation: str | None = None) ->
 def estimate_kth_magnitude(
     x: jax.Array, k: ArrayLike, *, sample: int = 65536, implementation: str | None = None
 ) -> jax.Array:
-    """Estimates the k-th largest ``|x|`` from one element in each of ``sample`` stretches, without reading the rest.
+    """Estimates the k-th largest ``|x|`` from a sample, without reading the rest of ``x``.
 
-    The number of elements that reach the estimate has relative standard deviation ``sqrt(n / (sample * k))``. Vectors
-    of up to four times as many elements are searched whole, so that the result is exact.
+    It divides ``x`` into ``sample`` segments and takes one element of each. The number of
+    elements that reach the estimate has the relative standard deviation
+    ``sqrt(n / (sample * k))``. A vector of up to ``4 * sample`` elements is searched whole, and
+    the result is exact.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: a rank, or int32 ranks of shape ``(m,)``; at least 1.
-      sample: static, at least 1.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+      sample: the number of elements in the sample, static, at least 1.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
+        (see :func:`kernels_pallas.using`).
 
     Returns:
-      Magnitudes of the type of ``x`` and the shape of ``k``; 0 where ``k > n``.
+      Magnitudes of the type of ``x``, in the shape of ``k``. In a vector that is searched whole,
+      the magnitude is 0 if ``k > n``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, or too long, ``sample`` is not positive, or there is no
-        such ``implementation``.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; ``sample`` is
+        not positive; or there is no implementation of this name.
     """
     x = _check.vector(x)
     _check.positive("sample", sample)

@@ -1,4 +1,7 @@
-"""What the exact k-th magnitude is made of on a GPU: passes that find several bits each, and a kernel that compacts."""
+"""The primitives of the exact k-th magnitude on a GPU.
+
+They are counting passes that each find several bits, and the compaction kernel.
+"""
 
 import functools
 import itertools
@@ -24,14 +27,15 @@ def primitives(interpret: bool = False) -> Primitives:
 
 
 def search(x: jax.Array, k: ArrayLike, *, interpret: bool = False) -> jax.Array:
-    """The k-th largest magnitude of a vector of float32, by a counting pass for several bits at a time."""
+    """The k-th largest magnitude of a vector of float32. Each counting pass finds several bits."""
 
     def refine(carry, bits):
         found, left = carry
         left -= bits
         candidates = found | (lax.iota(jnp.int32, 2**bits - 1) + 1 << left)
         counts = count_above_many(x, lax.bitcast_convert_type(candidates, x.dtype), interpret=interpret)
-        # Counts fall as candidates rise.
+        # Counts fall as candidates rise. So the number of counts that reach k is the value of the
+        # bits.
         return found | jnp.sum(counts >= k, dtype=jnp.int32) << left, left
 
     start = varying_as(jnp.int32(0), x), jnp.int32(31)
@@ -40,10 +44,11 @@ def search(x: jax.Array, k: ArrayLike, *, interpret: bool = False) -> jax.Array:
 
 
 def in_passes(n: int, bits: int, find: Callable[[Carry, int], Carry], carry: Carry) -> Carry:
-    """Finds ``bits`` bits by passes over ``n`` elements, ``find(carry, bits)`` several at once.
+    """Finds ``bits`` bits by passes over ``n`` elements. ``find(carry, width)`` is one pass.
 
-    Their number does not depend on what is found: a loop that did would wait for the host each time. A short vector's
-    passes are unrolled, so that they can be launched as one graph.
+    The number of passes does not depend on what they find, because a loop with such a condition
+    would wait for the host after each pass. The passes over a short vector are unrolled, so that
+    they can be launched as one graph.
     """
     for width, group in itertools.groupby(passes(n, bits)):
         carry = lax.fori_loop(
@@ -53,10 +58,11 @@ def in_passes(n: int, bits: int, find: Callable[[Carry, int], Carry], carry: Car
 
 
 def passes(n: int, bits: int) -> list[int]:
-    """How many bits each pass finds.
+    """The number of bits that each pass finds.
 
-    A pass over few elements takes as long as its kernels take to start, one over many is bound by comparisons, not by
-    the reading, from about 7 thresholds on.
+    A pass over few elements takes as long as its kernels take to start, so it finds up to 6 bits.
+    A pass over many elements finds up to 3 bits: from about 7 thresholds on, comparisons and not
+    reads determine its time.
     """
     count = -(-bits // (6 if n <= SHORT else 3))
     return [bits // count + (i < bits % count) for i in range(count)]

@@ -1,9 +1,11 @@
 """The exact k-th largest magnitude in plain JAX.
 
-A magnitude's bits, read as an integer, order as the magnitude does, so that the k-th largest can be found bit by bit,
-each time counting the elements at or above a candidate. On a long vector that is a pass a bit; instead a sample bounds
-the k-th magnitude from below, one compaction takes everything at or above the bound, and the search runs inside that
-superset. Whether the superset holds the k-th is checked, not assumed.
+The bits of magnitudes, read as integers, have the same order as the magnitudes. So the k-th
+largest can be found bit by bit: for each bit a pass counts the elements at or above a candidate.
+On a long vector those passes are avoided. A sample gives a lower bound of the k-th magnitude, one
+compaction takes all elements at or above that bound, and the search runs in this superset of the
+k largest. The code checks that the superset does hold the k largest, and otherwise searches the
+whole vector.
 """
 
 import math
@@ -18,14 +20,14 @@ from jax.typing import ArrayLike
 from .._varying import varying_as
 from ..select_above.xla import above, count_above, take
 
-# Elements sampled. A vector of up to four times as many is searched whole.
+# The number of elements in the sample. A vector of up to four times as many is searched whole.
 SAMPLE = 65536
-# How many standard deviations of the sampled rank the superset leaves on either side of k.
+# The margin of the superset on either side of k, in standard deviations of the sampled rank.
 MARGIN = 4
 
 
 def search(x: jax.Array, k: ArrayLike) -> jax.Array:
-    """The k-th largest magnitude, by a counting pass for each bit."""
+    """The k-th largest magnitude, by one counting pass for each bit."""
     bits = jnp.finfo(x.dtype).bits
     integer = jnp.dtype(f"int{bits}")
 
@@ -39,11 +41,12 @@ def search(x: jax.Array, k: ArrayLike) -> jax.Array:
 
 
 class Primitives(NamedTuple):
-    """What the algorithm is made of, which a CPU and a GPU are best at in different ways.
+    """The parts of the algorithm that are faster in one way on a CPU, and in another on a GPU.
 
     Attributes:
-      search: the k-th largest magnitude of a vector in passes over the whole of it.
-      compact: ``(values, indices, count)`` of the elements that reach a threshold, in a given capacity.
+      search: computes the k-th largest magnitude of a vector, by passes over the whole vector.
+      compact: computes ``(values, indices, count)`` of the elements that reach a threshold, in
+        buffers of a given capacity.
     """
 
     search: Callable[[jax.Array, ArrayLike], jax.Array]
@@ -71,22 +74,22 @@ def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int, primiti
 
 
 def superset_capacity(n: int, k: int) -> int | None:
-    """How many elements the superset has room for; None where searching the whole vector is as good."""
+    """The capacity of the superset, in elements; None if searching the whole vector is as good."""
     if n <= 4 * SAMPLE:
         return None
     expected = k / n * SAMPLE
     capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / SAMPLE)
-    # A round number: the parts that XLA on a CPU cuts a loop into for its cores are far slower where they are unequal.
+    # Round up. XLA divides a loop between the cores of a CPU, and unequal parts are far slower.
     capacity = -(-capacity // (SAMPLE // 32)) * (SAMPLE // 32)
     return capacity if capacity <= n // 4 else None
 
 
 def superset(x: jax.Array, k: int, capacity: int, primitives: Primitives) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Everything at or above a sampled lower bound of the k-th magnitude.
+    """The elements at or above a lower bound of the k-th magnitude, which comes from a sample.
 
     Returns:
-      ``(values, indices, holds)``: shapes ``(capacity,)``; ``holds`` says that these elements include the ``k``
-      largest, or every non-zero one.
+      ``(values, indices, holds)``: shapes ``(capacity,)``, ``(capacity,)`` and ``()``. ``holds``
+      is true if these elements include the ``k`` largest, or all non-zero elements.
     """
     expected = k / x.shape[0] * SAMPLE
     lower = primitives.search(sample(x, SAMPLE), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
@@ -100,11 +103,20 @@ def in_superset(
     choose: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
     primitives: Primitives = PLAIN,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What ``choose`` writes down of a vector, chosen from the superset of its k largest where that is shorter.
+    """Applies ``choose`` to a superset of the k largest elements, or to all of ``x``.
+
+    The superset is used if it has at most a quarter of the elements of ``x``, and if it does hold
+    the k largest.
 
     Args:
-      choose: makes ``(values, indices, count)`` of a vector, and takes nothing that is not among its k largest but for
-        what stands in every superset of them: the indices are then those in ``x``.
+      x: the vector.
+      k: how many of the largest elements the superset must hold.
+      choose: computes ``(values, indices, count)`` of a vector. It may select only from the k
+        largest elements, and from elements that are in every such superset.
+      primitives: the parts that depend on the device.
+
+    Returns:
+      ``(values, indices, count)``, with the indices of elements in ``x``.
     """
     capacity = superset_capacity(x.shape[0], k)
     if capacity is None:
@@ -119,10 +131,13 @@ def in_superset(
 
 
 def sample(x: jax.Array, size: int) -> jax.Array:
-    """One element from each of ``size`` nearly equal stretches, at places that follow no period."""
+    """Takes one element of each of ``size`` segments of nearly equal length.
+
+    The places within the segments follow no period.
+    """
     length, longer = divmod(x.shape[0], size)
     stretch = lax.iota(jnp.uint32, size)
     begin = stretch * jnp.uint32(length) + jnp.minimum(stretch, jnp.uint32(longer))
-    # Knuth's multiplicative hash (golden ratio), its high bits.
+    # The high bits of Knuth's multiplicative hash (golden ratio).
     place = ((stretch * jnp.uint32(2654435769)) >> 8) % jnp.uint32(length)
     return x[(begin + place).astype(jnp.int32)]

@@ -1,4 +1,4 @@
-"""The largest, the means and the counts that selectors ask of a vector, in one read."""
+"""The largest magnitude, means and counts of a vector, for selectors, in one read."""
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,31 @@ def magnitude_statistics(
     add: jax.Array | None = None,
     implementation: str | None = None,
 ) -> MagnitudeStatistics:
-    """Describes ``x + add``: the largest magnitude, the means, and how many elements reach each threshold.
+    """Computes the largest magnitude and the means of ``x + add``, and counts at thresholds.
 
-    NaN counts as 0, and so does what lies below the smallest normal number: neither is ever among the counts. Sums are
-    taken in trees and in units of the largest magnitudes: for any ``n`` a mean is within about 1e-6 of the mean of its
-    summands' magnitudes, and overflows only where it is no finite number, as mean squares above 3.4e38 are not. An
-    infinite element makes the means infinite, or ``mean`` NaN where both infinities stand.
+    NaN and magnitudes below the smallest normal number count as 0, and zeros are never counted at
+    a threshold. Sums are computed in trees, in units of the largest magnitudes. So for any ``n``
+    the error of a mean is at most about 1e-6 times the mean magnitude of its summands. A mean
+    overflows only if it is itself too large for its type, such as a mean square above 3.4e38. An
+    infinite element makes the means infinite. If there are infinities of both signs, ``mean`` is
+    NaN.
 
     Args:
-      x: bfloat16, float16, float32 or float64, shape ``(n,)``, ``n < 2**31``; narrow ones are widened to float32.
-      thresholds: shape ``(m,)``, at least 0, in any order; None for none.
-      add: float32, or the type of ``x`` where that is wider; shape ``(n,)``: what ``x`` is added to before.
-      implementation: ``"xla"``, ``"triton"``, ``"mosaic"`` or ``"interpret"``; None chooses (see
-        :func:`kernels_pallas.using`).
+      x: bfloat16, float16, float32 or float64, shape ``(n,)``, ``n < 2**31``. Narrow types are
+        widened to float32.
+      thresholds: shape ``(m,)``, at least 0, in any order; None for no thresholds.
+      add: a vector that is added to ``x`` first: float32, or the type of ``x`` if that is wider;
+        shape ``(n,)``. None for no addition.
+      implementation: ``"xla"``, ``"triton"``, ``"mosaic"`` or ``"interpret"``; with None the
+        operation chooses (see :func:`kernels_pallas.using`).
 
     Returns:
       A :class:`MagnitudeStatistics`.
 
     Raises:
-      ValueError: ``x`` is not one vector of floats, or too long, ``add`` is not its like, ``thresholds`` are not one
-        vector, or there is no such ``implementation``.
+      ValueError: ``x`` is not one vector of floats, or it is too long; ``add`` has another shape
+        or an unsuitable type; ``thresholds`` are not one vector; or there is no implementation of
+        this name.
 
     >>> found = magnitude_statistics(jnp.array([3.0, -1.0, 0.5, -4.0]), jnp.array([0.0, 1.0, 3.5]))
     >>> float(found.largest), float(found.mean), float(found.mean_magnitude), float(found.mean_square)
@@ -49,7 +54,10 @@ def magnitude_statistics(
     if add is not None:
         add = _check.vector(add)
         if add.shape != x.shape:
-            raise ValueError(f"add has shape {add.shape} and x {x.shape}; they are added element by element")
+            raise ValueError(
+                f"add has shape {add.shape} and x {x.shape}; they are added element by element, "
+                "so give them the same shape"
+            )
     dtype = jax.eval_shape(xla.accumulate, x, add).dtype
     forms = {"xla": xla.magnitude_statistics, "triton": _triton, "mosaic": _mosaic}
     thresholds = _check.thresholds(jnp.zeros(0) if thresholds is None else thresholds)

@@ -1,6 +1,7 @@
-"""Statistics of magnitudes in Pallas for Mosaic GPU, which succeeds Triton on Hopper and later.
+"""Statistics of magnitudes in Pallas for Mosaic GPU, the successor of Triton on Hopper and later.
 
-The same kernel as Triton's. Mosaic has no masked accesses, so that the ragged rest of the vector is left to XLA.
+It computes the same as the Triton kernel. Mosaic has no masked accesses, so XLA computes the
+statistics of the elements after the last whole block.
 """
 
 import functools
@@ -31,7 +32,7 @@ def magnitude_statistics(
         functools.partial(_kernel, block=block, add=add is not None),
         out_type=(
             *[jax.ShapeDtypeStruct((blocks,), jnp.float32, manual_axis_type=kind)] * 4,
-            # Not without thresholds: an array of no elements cannot be passed.
+            # At least one row: an array without elements cannot be passed.
             jax.ShapeDtypeStruct((max(m, 1), blocks), jnp.int32, manual_axis_type=kind),
         ),
         grid=(blocks,),
@@ -50,7 +51,8 @@ def _kernel(*refs: Any, block: int, add: bool) -> None:
     *operands, largest, total, magnitudes, squares, counts = refs
     program = lax.axis_index("block")
     here = pl.ds(program * block, block)
-    # 16 bytes of float32 at a time, and the summands in the same order in the registers.
+    # Each thread loads 16 bytes of float32 at a time. One layout for both summands puts their
+    # elements in the same order in the registers.
     layout = plgpu.Layout.WG_STRIDED((block,), vec_size=4)
     summands = [plgpu.layout_cast(ref[here], layout) for ref in operands[: 1 + add]]
     value = xla.drop(xla.accumulate(summands[0], summands[1] if add else None))

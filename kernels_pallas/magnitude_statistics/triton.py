@@ -1,6 +1,7 @@
-"""Statistics of magnitudes in Pallas for Triton: one read, each block's description and counts written out apart.
+"""Statistics of magnitudes in Pallas for Triton, in one read of the vector.
 
-So that sums don't depend on which block runs first, and no atomics are needed. XLA combines the blocks.
+Each block writes its description and its counts to a place of its own, and XLA combines them. So
+the sums do not depend on the order in which blocks run, and no atomics are needed.
 """
 
 import functools
@@ -15,7 +16,7 @@ from .._triton import call, load
 from . import xla
 
 BLOCK = 4096
-# Elements to a thread: 32, eight accesses of 16 bytes to each array.
+# 32 elements for each thread: for float32 eight accesses of 16 bytes to each array.
 WARPS = 4
 
 
@@ -37,7 +38,11 @@ def read(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> tuple[Any, jax.Array]:
-    """An :class:`xla.Part` with the description of each block, None if not asked for, and the whole vector's counts."""
+    """Reads the vector once: ``(parts, counts)``.
+
+    ``parts`` is an :class:`xla.Part` with the descriptions of the blocks, or None unless
+    ``describe``. ``counts`` are those of the whole vector.
+    """
     blocks = pl.cdiv(x.shape[0], block)
     m = thresholds.shape[0]
     parts, counts = call(
@@ -78,7 +83,8 @@ def _kernel(x: Any, add: Any, thresholds: Any, part: xla.Part | None, counts: An
 
             lax.fori_loop(0, thresholds.shape[0], count, None)
 
-    # The ragged block apart: under a mask every block would load 4 bytes at a time.
+    # The ragged block is a branch of its own: with a mask, every block would load 4 bytes at a
+    # time.
     whole, rest = divmod(x.shape[0], block)
     if whole:
         pl.when(program < whole)(lambda: body(None))

@@ -1,4 +1,4 @@
-"""The norms of a vector."""
+"""The L∞ and L1 norms of a vector."""
 
 import jax
 
@@ -8,18 +8,23 @@ from . import xla
 
 
 def norms(x: jax.Array, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Computes the largest magnitude, and the sum of all magnitudes over it, which does not overflow.
+    """Computes the largest magnitude, and the sum of all magnitudes divided by it.
+
+    The quotient does not overflow.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
+        (see :func:`kernels_pallas.using`).
 
     Returns:
-      ``(largest, total)``: scalars of the type of ``x``: the L∞ norm, and the L1 norm divided by it, between 1 and n;
-      both 0 where all elements are. Where one is NaN or infinite they may be anything.
+      ``(largest, total)``: scalars of the type of ``x``. ``largest`` is the L∞ norm. ``total`` is
+      the L1 norm divided by the L∞ norm, between 1 and n. Both are 0 if all elements are 0. Both
+      are undefined if an element is NaN or infinite.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, or too long, or there is no such ``implementation``.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; or there is no
+        implementation of this name.
 
     >>> largest, total = norms(jnp.array([3.0, -1.0, 0.5, -4.0]))
     >>> float(largest), float(total)

@@ -1,4 +1,4 @@
-"""Norms on a GPU: what the kernel of the statistics knows of the magnitudes, in one read."""
+"""Norms on a GPU, in one read, by the kernel of ``magnitude_statistics``."""
 
 import jax
 import jax.numpy as jnp

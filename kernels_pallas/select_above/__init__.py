@@ -1,4 +1,4 @@
-"""Compaction: the elements whose magnitude reaches a threshold, in ascending order of index."""
+"""Compaction: selects the elements whose magnitude reaches a threshold, in order of index."""
 
 import functools
 
@@ -15,27 +15,29 @@ from . import xla
 def select_above(
     x: jax.Array, threshold: ArrayLike, capacity: int, *, start: ArrayLike = 0, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Writes down the elements of ``x`` with ``|x| >= threshold``; zeros and NaN are never among them.
+    """Selects the elements of ``x`` with ``|x| >= threshold``, except zeros and NaN.
 
-    Reads ``x`` once. When more elements qualify than ``capacity``, ``capacity`` of them are taken round a circle that
-    begins at the qualifying element of rank ``start`` (modulo their number): a caller that moves ``start`` on by
-    ``capacity`` each time takes every element in turn.
+    It reads ``x`` once. If more elements qualify than ``capacity``, it takes ``capacity``
+    consecutive ones of them, from rank ``start`` (modulo their number) on; after the last one
+    comes the first. A caller that adds ``capacity`` to ``start`` each time takes every element in
+    turn.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       threshold: a scalar, at least 0. At 0 every non-zero element qualifies.
-      capacity: length of the result, static, at least 1.
-      start: int32 scalar.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses. All give the same bits.
+      capacity: the length of the result, static, at least 1.
+      start: int32 scalar, the rank of the first element that is taken.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses.
+        All give the same bits.
 
     Returns:
-      ``(values, indices, count)``: shapes ``(capacity,)``, ``(capacity,)``, ``()``. Indices are int32, ascending,
-      padded with ``n``; values have the type of ``x``, padded with 0; ``count`` is the number of elements that
-      qualify, which may exceed ``capacity``.
+      ``(values, indices, count)``: shapes ``(capacity,)``, ``(capacity,)`` and ``()``. Indices
+      are int32, ascending, padded with ``n``. Values have the type of ``x`` and are padded with
+      0. ``count``, int32, is the number of elements that qualify, which may exceed ``capacity``.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, or ``capacity`` is not positive; or there
-        is no such implementation.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; ``capacity``
+        is not positive; or there is no implementation of this name.
 
     >>> values, indices, count = select_above(jnp.array([3.0, -1.0, 0.5, -4.0]), 1.0, 4)
     >>> values, indices, int(count)
@@ -52,7 +54,7 @@ def select_above(
 
 
 def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
-    """Counts the elements that :func:`select_above` would find, without writing them down.
+    """Counts the elements of ``x`` that qualify in :func:`select_above`, without selecting them.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
@@ -62,7 +64,7 @@ def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
       int32 scalar.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, or too long.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long.
 
     >>> count_above(jnp.array([3.0, -1.0, 0.5, -4.0]), 1.0)
     Array(3, dtype=int32)
@@ -72,6 +74,6 @@ def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
 
 
 def _triton(*args, **kwargs):
-    from . import triton  # Pallas is imported where it is used.
+    from . import triton  # Imports Pallas, which takes a while.
 
     return triton.select_above(*args, **kwargs)

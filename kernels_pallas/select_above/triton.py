@@ -1,16 +1,23 @@
-"""Compaction on a GPU in three kernels, without atomics, in the order of the indices.
+"""Compaction on a GPU, in three kernels, without atomics, in order of index.
 
-1. **stage**, a program a block: reads the block, ranks its hits by a cumulative sum, and writes them one after another
-   into the few slots that the block has, and their number.
-2. **rank**, one program: the number of hits before each block.
-3. **place**, a program some blocks: moves staged hits to their places in the result. A block that has more hits than
-   slots is read again and its hits are placed directly: the number of slots changes no result. With no slots that is
-   every block, the two-pass form.
+A *hit* is an element that reaches the threshold. A *slot* is a place for one hit in the buffers
+that hold the hits between the first and the last kernel; each block of the vector has a few
+slots.
 
-Nothing here decides on the host and no branch of XLA's is taken, for which a GPU's queue would have to run empty.
+1. **stage**, one program for each block: reads the block, ranks its hits by a cumulative sum,
+   writes the first hits to the slots of the block, and writes the number of hits.
+2. **rank**, one program: computes the number of hits before each block.
+3. **place**, one program for each group of blocks: moves hits from the slots to their places in
+   the result. A block with more hits than slots is read again, and its hits are placed directly.
+   So the number of slots does not change the result. Without slots every block is read again: the
+   two-pass form.
 
-Bytes an element, of which a share ``d`` is selected: ``4 + 24 d``, and with ``addend`` those of reading it and of
-writing the sum; the two-pass form 4 more and ``16 d`` less.
+Nothing is decided on the host, and no branch of XLA is taken: the queue of the GPU would have to
+run empty for it.
+
+If a share ``d`` of the elements is selected, each element takes ``4 + 24 d`` bytes of memory
+traffic. With ``addend`` there are also the bytes to read it and to write the sum. The two-pass
+form takes 4 bytes more and ``16 d`` bytes less.
 """
 
 import dataclasses
@@ -28,22 +35,30 @@ from .. import bitmap
 from .._triton import call, load, store
 from .xla import reaches
 
-# Elements of a block, and of a thread.
+# The number of elements of a block, and of a thread.
 BLOCK = 4096
 ELEMENTS = 16
-# Slots of a block: a multiple of what it has on average, since layers' gradients differ in size, and a least number.
+# A block gets SLACK times as many slots as it has hits on average, because the gradients of
+# layers differ in size. It gets at least SLOTS slots, within the limit in `Plan.of`.
 SLACK = 3
 SLOTS = 64
-# Blocks that are ranked at a time, and by how many warps.
+# The number of blocks that are ranked at a time, and the number of warps that do it.
 CHUNK = 4096
 RANK_WARPS = 8
-# Bytes of the widest access to memory.
+# The bytes of the widest memory access.
 ACCESS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes: of the vector, of the result, of a block, and of its slots. The last two are powers of two."""
+    """The sizes of a compaction.
+
+    Attributes:
+      n: the length of the vector.
+      capacity: the length of the result.
+      block: the number of elements in a block, a power of two.
+      slots: the number of slots of a block: a power of two, or 0 for the two-pass form.
+    """
 
     n: int
     capacity: int
@@ -52,11 +67,12 @@ class Plan:
 
     @staticmethod
     def of(n: int, capacity: int, block: int | None = None, slots: int | None = None) -> "Plan":
-        """Those not given are chosen by density."""
+        """A plan in which sizes that are not given follow from the density, ``capacity / n``."""
         block = block or BLOCK
         if slots is None:
             wanted = pl.next_power_of_2(max(SLACK * block * capacity // n, SLOTS))
-            # Slots take a quarter of the vector's memory at most: beyond what fits there, it is read twice.
+            # All slots take at most a quarter of the memory of the vector. Blocks with more hits
+            # are read twice.
             slots = min(wanted, block // 8) if capacity <= n / 10 else 0
         return Plan(n, capacity, block, min(slots, block))
 
@@ -70,18 +86,24 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Blocks whose staged hits one program moves: half as many slots as a block has elements."""
+        """The number of blocks whose slots one program moves.
+
+        Their slots together are half as many as the elements of a block.
+        """
         return max(self.block // (2 * self.slots), 1) if self.slots else 1
 
     @property
     def movers(self) -> int:
-        """Programs that move hits. Each takes every ``movers``-th block: a crowded region is shared out."""
+        """The number of programs that move hits.
+
+        Each takes every ``movers``-th block, so that the programs share a region with many hits.
+        """
         return pl.cdiv(self.blocks, self.group)
 
     def run(self, block: jax.Array, row: int, body: Callable[[jax.Array, jax.Array | None], None]) -> None:
-        """Runs ``body(places, mask)`` for a block, in rows of ``row`` elements; past the last block, nothing.
+        """Runs ``body(places, mask)`` for a block, in rows of ``row`` elements.
 
-        Only the ragged block at the end has a mask.
+        Only the ragged block at the end has a mask. Past the last block nothing runs.
         """
         whole, rest = divmod(self.n, self.block)
         shape = (self.block // row, row)
@@ -93,7 +115,14 @@ class Plan:
 
 
 class Hits(NamedTuple):
-    """One column of a block's rows: what is selected, its rank in the block, values and indices: shape ``(rows,)``."""
+    """One column of the rows of a block. All arrays have shape ``(rows,)``.
+
+    Attributes:
+      hit: whether the element reaches the threshold.
+      rank: the number of hits before the element in the block.
+      value: the value of the element.
+      index: the index of the element in the vector.
+    """
 
     hit: jax.Array
     rank: jax.Array
@@ -102,15 +131,16 @@ class Hits(NamedTuple):
 
 
 def find(values: jax.Array, threshold: jax.Array, begin: jax.Array) -> tuple[list[Hits], jax.Array]:
-    """The hits of a block, by columns, and their number.
+    """Finds the hits of a block: ``(columns, count)``.
 
-    A thread holds whole rows, as it loads them. Taken apart into columns they stay where they are; a vector of the
-    block would pass through shared memory once for each store to computed addresses.
+    A thread loads and holds whole rows. When the rows are split into columns, the values stay in
+    their threads. As one vector, the block would pass through shared memory for each store to
+    computed addresses.
 
     Args:
       values: shape ``(rows, row)``.
       threshold: a scalar.
-      begin: the block's first index.
+      begin: the first index of the block.
     """
     rows, row = values.shape
     columns = [column.reshape(rows) for column in lax.split(values, (1,) * row, axis=1)]
@@ -137,20 +167,22 @@ def compact(
     clear: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Selects from ``x``, or from a sum that overwrites it.
+    """Selects from ``x``, or from a sum that overwrites ``x``.
 
     Args:
       x: float32, shape ``(n,)``, ``n`` at least 1.
-      threshold: scalar of float32.
-      start: int32 scalar.
+      threshold: a float32 scalar.
+      start: int32 scalar, the rank of the first element that is taken.
       plan: the sizes.
-      addend: ``(grad, keep)``: shape ``(n,)``, and a scalar: where it is false nothing is added, nor selected.
+      addend: ``(grad, keep)``, to add ``grad``, shape ``(n,)``, to ``x``. ``keep`` is an int32
+        scalar: if it is 0, nothing is added and nothing is selected. None for no addition.
       limit: the largest magnitude of a sum.
-      clear: sets to zero those elements of the sum that are written down.
-      interpret: runs in Pallas's interpreter.
+      clear: whether to set the selected elements of the sum to zero.
+      interpret: whether to run in Pallas's interpreter.
 
     Returns:
-      ``(values, indices, count, acc)``: as :func:`kernels_pallas.select_above`; the sum, or else ``x``.
+      ``(values, indices, count, acc)``. The first three are as in
+      :func:`kernels_pallas.select_above`. ``acc`` is the sum, or ``x`` if there is no ``addend``.
     """
 
     def floats(size):
@@ -190,7 +222,7 @@ def compact(
         name="select_place",
         out=(floats(plan.n) if clear else None, floats(plan.capacity), ints(plan.capacity)),
         grid=plan.movers + pl.cdiv(plan.capacity, plan.block),
-        warps=2 * plan.warps,  # It needs twice the registers.
+        warps=2 * plan.warps,  # This kernel needs twice the registers.
         interpret=interpret,
         aliases={0: 0} if clear else {},
     )
@@ -207,7 +239,7 @@ def _stage(x, addend, threshold, acc, staged, counts, *, plan: Plan, limit: floa
         if addend is not None:
             keep = addend[1][...] != 0
             value += jnp.where(keep, load(addend[0], places, mask).astype(value.dtype), 0)
-            if limit < math.inf:  # By comparisons: Triton's minimum loses NaN.
+            if limit < math.inf:  # Comparisons keep NaN; Triton's minimum would lose it.
                 value = jnp.where(value > limit, limit, jnp.where(value < -limit, -limit, value))
             least = jnp.where(keep, least, jnp.nan)
         found, count = find(value, least, block * plan.block)
@@ -217,7 +249,8 @@ def _stage(x, addend, threshold, acc, staged, counts, *, plan: Plan, limit: floa
             slot = block * plan.slots + hits.rank
             store(staged[0], slot, hits.value, fits)
             store(staged[1], slot, hits.index, fits)
-        if clear:  # As if all were taken; but nothing of a block that will be read again.
+        if clear:
+            # Clear all hits, unless the block is read again. `move` restores those not taken.
             value = jnp.where(reaches(value, least) & (count <= plan.slots), 0, value)
         if acc is not None:
             store(acc, places, value, mask)
@@ -241,7 +274,7 @@ def _place(acc, given: Any, cleared, values, indices, *, plan: Plan) -> None:
     program = pl.program_id(0)
 
     def put(hits: Hits) -> jax.Array:
-        """Writes down those of some hits that are among the ``capacity`` taken; which they are."""
+        """Writes the hits that are among the ``capacity`` taken ones. Returns which they are."""
         wrapped, gap = bitmap.circle(total[...], plan.capacity, start[...])
         place = jnp.where(hits.rank < wrapped, hits.rank, hits.rank - gap)
         taken = hits.hit & ((hits.rank < wrapped) | (place >= wrapped)) & (place < plan.capacity)
@@ -250,19 +283,23 @@ def _place(acc, given: Any, cleared, values, indices, *, plan: Plan) -> None:
         return taken
 
     def move() -> jax.Array:
-        """Places the staged hits of a group of blocks; whether one of them has more than that."""
+        """Places the staged hits of a group of blocks.
+
+        Returns whether one of the blocks has more hits than slots.
+        """
         blocks = program + plan.movers * lax.iota(jnp.int32, plan.group)
         count, first = (load(ref, blocks, blocks < plan.blocks)[:, None] for ref in (counts, before))
         slot = lax.broadcasted_iota(jnp.int32, (plan.group, plan.slots), 1)
         hit = slot < jnp.where(count > plan.slots, 0, count)
         value, index = (load(ref, blocks[:, None] * plan.slots + slot, hit) for ref in staged)
         taken = put(Hits(hit, first + slot, value, index))
-        if cleared is not None:  # In the first kernel already: what was not taken comes back.
+        if cleared is not None:
+            # The first kernel cleared all of these hits. Restore those that are not taken.
             store(cleared, index, value, hit & ~taken)
         return jnp.max(count) > plan.slots
 
     def again(block):
-        """Reads a block that has more hits than slots, and places them."""
+        """Reads a block again if it has more hits than slots, and places its hits."""
 
         def body(places, mask):
             @pl.when(counts[block] > plan.slots)

@@ -1,4 +1,4 @@
-"""Compaction in plain JAX: a bit-packed mask, then the members of the bitmap."""
+"""Compaction in plain JAX: packs the mask of hits into a bitmap, then lists its members."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from .._varying import alike
 
 
 def reaches(x: jax.Array, threshold: ArrayLike) -> jax.Array:
-    """Where ``|x| >= threshold``, zeros and NaN apart: an exact zero has nothing to send.
+    """Where ``|x| >= threshold``, except at zeros and NaN. A zero has nothing to send.
 
-    Two comparisons, not an absolute value: in a loop over thresholds XLA would keep ``|x|``, an array as long as ``x``.
-    A threshold of NaN, which nothing reaches, would not survive a maximum in a Triton kernel.
+    It compares twice and takes no absolute value: in a loop over thresholds XLA would store
+    ``|x|``, an array as long as ``x``. A threshold of NaN stays NaN, so nothing reaches it; with
+    a maximum instead of the ``where`` it would be lost in a Triton kernel.
     """
     tiny = jnp.finfo(x.dtype).tiny
     threshold = jnp.where(threshold < tiny, tiny, threshold)
@@ -27,7 +28,11 @@ def above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
 
 
 def count_above(x: jax.Array, threshold: ArrayLike) -> jax.Array:
-    """By way of a bitmap on a CPU; on a GPU by a sum, which XLA makes one read of ``x``."""
+    """Counts the elements that reach a threshold.
+
+    On a CPU it counts the bits of a bitmap. On a GPU it computes a sum, which XLA compiles to one
+    read of ``x``.
+    """
     if not sees_cuda():
         return bitmap.count_mask(reaches(x, threshold))
     return lax.platform_dependent(

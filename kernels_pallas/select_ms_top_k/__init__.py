@@ -1,4 +1,4 @@
-"""MSTopK: approximate top-k by a search for a threshold, in ascending order of index."""
+"""MSTopK: approximate top-k by a search for a threshold."""
 
 import functools
 
@@ -20,32 +20,38 @@ def select_ms_top_k(
     turn: ArrayLike = 0,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Writes down ``k`` elements: those above a threshold that at most ``k`` reach, and some of those just below it.
+    """Selects about the ``k`` elements of largest magnitude, in ascending order of index.
 
-    The threshold is searched for between the mean and the largest magnitude (below the mean, where fewer than ``k``
-    reach that). What is missing to ``k`` is a window of the elements between it and the next lower threshold that was
-    tried. Zeros and NaN are never selected, so that fewer than ``k`` come where fewer than ``k`` are not zero.
+    It searches for a threshold that at most ``k`` elements reach, and selects these elements. It
+    fills the other places with elements between this threshold and the next lower threshold that
+    it tried. The search lies between the mean and the largest magnitude, or below the mean if
+    fewer than ``k`` elements reach the mean. Zeros and NaN are never selected. So fewer than
+    ``k`` elements are selected if ``x`` has fewer than ``k`` others.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
-      searches: static, at least 1: how often the interval that holds the k-th magnitude is halved. Halves have as
-        many representable numbers; from the width of the type on (31, 63 for float64) the result is exact, ties apart.
-      turn: int32 scalar: which window, round a circle; a caller that counts it up takes every element in turn.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
-        With few searches the rounding of the mean may decide what is found, and that differs between them.
+      searches: static, at least 1: how often the interval that holds the k-th magnitude is
+        halved. Each half has the same number of representable numbers. With 31 searches (63 for
+        float64) or more the result is exact, except for the choice among equal magnitudes.
+      turn: int32 scalar that says which of the elements below the threshold fill the places. A
+        caller that counts it up by 1 takes each of them in turn.
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
+        (see :func:`kernels_pallas.using`). The implementations round the mean in different ways.
+        With few searches that can change the result.
 
     Returns:
-      ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
-      ``n``; values have the type of ``x``, padded with 0.
+      ``(values, indices, count)``: shapes ``(k,)``, ``(k,)`` and ``()``. Indices are int32,
+      ascending, padded with ``n``. Values have the type of ``x`` and are padded with 0.
+      ``count``, int32, is the number of selected elements.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, ``k`` or ``searches`` is not positive, or
-        there is no such ``implementation``.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; ``k`` or
+        ``searches`` is not positive; or there is no implementation of this name.
 
     References:
-      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021,
-      Algorithm 1.
+      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
+      MLSys 2021, Algorithm 1.
 
     >>> values, indices, count = select_ms_top_k(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
     >>> values, indices, int(count)

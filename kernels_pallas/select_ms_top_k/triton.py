@@ -1,4 +1,4 @@
-"""What MSTopK is made of on a GPU: norms from one read, and passes that make several searches at once."""
+"""The primitives of MSTopK on a GPU: norms from one read, and passes that do several searches."""
 
 import functools
 

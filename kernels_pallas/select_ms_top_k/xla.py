@@ -1,8 +1,9 @@
-"""MSTopK in plain JAX: Algorithm 1 of the paper, with counts taken at several thresholds at once.
+"""MSTopK in plain JAX: Algorithm 1 of the paper, with counts at several thresholds at once.
 
-The paper bisects the values between the mean and the maximum. Here the representable numbers between them are
-bisected, which takes as many steps on a vector with one huge element as on any other. As every count above the k-th
-magnitude is the same in the superset that :mod:`kernels_pallas.kth_magnitude` compacts, it is taken there.
+The paper bisects the interval of values between the mean and the maximum. This code bisects the
+representable numbers between them, which takes as many steps on a vector with one huge element as
+on any other vector. The counts are taken in the superset that :mod:`kernels_pallas.kth_magnitude`
+compacts: above the k-th magnitude they are the same there as in the whole vector.
 """
 
 import math
@@ -21,14 +22,20 @@ from ..kth_magnitude import xla as kth_magnitude
 from ..norms.xla import norms
 from ..select_above.xla import above, take
 
-# Searches in one pass, which counts at one less than 2 to that many thresholds. Searches come in such numbers.
+# The number of searches in one pass, which counts at ``2**AT_ONCE - 1`` thresholds. The number of
+# searches is rounded up to a multiple of it.
 AT_ONCE = 2
 
 
 class Bracket(NamedTuple):
-    """Two magnitudes as the integers of their bits, and how many elements reach the upper one.
+    """An interval of magnitudes that holds the k-th magnitude.
 
-    More than k reach the lower one, the paper's ``thres2``, at most k the upper one, its ``thres1``.
+    Attributes:
+      lower: a magnitude that more than k elements reach, the paper's ``thres2``, as the integer
+        of its bits.
+      upper: a magnitude that at most k elements reach, the paper's ``thres1``, as the integer of
+        its bits.
+      count: the number of elements that reach ``upper``.
     """
 
     lower: jax.Array
@@ -43,7 +50,7 @@ def searches_in_turn(
     searches: int,
     n: int,
 ) -> Bracket:
-    """Halves a bracket in a loop until it is found."""
+    """Halves a bracket in a loop, ``searches`` times at most, and stops once it is not open."""
     number = varying_as(jnp.int32(0), bracket.lower)
     return lax.while_loop(
         lambda carry: (carry[0] < searches // AT_ONCE) & is_open(carry[1]),
@@ -53,13 +60,14 @@ def searches_in_turn(
 
 
 class Primitives(NamedTuple):
-    """What the algorithm is made of, which a CPU and a GPU are best at in different ways.
+    """The parts of the algorithm that are faster in one way on a CPU, and in another on a GPU.
 
     Attributes:
-      norms: as :func:`kernels_pallas.norms`.
-      count: as :func:`kernels_pallas.count_above_many`.
-      halve: as :func:`searches_in_turn`, in a vector of ``n`` elements; it may go on where the bracket is not open.
-      superset: what the superset is made of.
+      norms: like :func:`kernels_pallas.norms`.
+      count: like :func:`kernels_pallas.count_above_many`.
+      halve: like :func:`searches_in_turn`, for a vector of ``n`` elements. It may go on when the
+        bracket is no longer open.
+      superset: the parts of the search in the superset.
     """
 
     norms: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -76,7 +84,7 @@ def select_ms_top_k(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if k >= x.shape[0]:
         return primitives.superset.compact(x, jnp.zeros((), x.dtype), k)
-    # Lines 1-3.
+    # Lines 1 to 3 of Algorithm 1.
     largest, total = primitives.norms(x)
     mean = largest * (total / x.shape[0])
 
@@ -87,7 +95,7 @@ def select_ms_top_k(
 
 
 def _take(x: jax.Array, k: int, found: Bracket, turn: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lines 25-29."""
+    """Selects the elements, by lines 25 to 29 of Algorithm 1."""
     upper = above(x, lax.bitcast_convert_type(found.upper, x.dtype))
     between = above(x, lax.bitcast_convert_type(found.lower, x.dtype)) & ~upper
     missing = k - found.count
@@ -98,7 +106,7 @@ def _take(x: jax.Array, k: int, found: Bracket, turn: ArrayLike) -> tuple[jax.Ar
 def _search(
     x: jax.Array, k: int, mean: jax.Array, largest: jax.Array, searches: int, primitives: Primitives
 ) -> Bracket:
-    """Lines 4-24."""
+    """Searches for the threshold, by lines 4 to 24 of Algorithm 1."""
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     tiny, infinite = (
         lax.bitcast_convert_type(jnp.asarray(end, x.dtype), integer) for end in (jnp.finfo(x.dtype).tiny, jnp.inf)
@@ -116,7 +124,7 @@ def _search(
     def is_open(bracket: Bracket) -> jax.Array:
         return (bracket.upper - bracket.lower > 1) & (bracket.upper > tiny) & (bracket.count < k)
 
-    # Norms of a vector with NaN in it are any numbers or none: nothing rests on them but where to look first.
+    # The norms of a vector with NaN are undefined. They only decide where the search begins.
     ends = [lax.bitcast_convert_type(jnp.where(jnp.isfinite(norm), norm, 0), integer) for norm in (mean, largest)]
     start = Bracket(jnp.zeros((), integer), infinite + 1, jnp.zeros((), jnp.int32))
     start = jax.tree.map(lambda leaf: varying_as(leaf, x), start)
@@ -128,7 +136,7 @@ def _search(
 
 
 def _halves(bracket: Bracket, halvings: int) -> jax.Array:
-    """Where a bracket would be cut by so many searches, one after the other, whatever each found."""
+    """All thresholds that ``halvings`` successive searches could try, whatever each one finds."""
     ends = jnp.stack([bracket.lower, bracket.upper])
     for _ in range(halvings):
         middle = ends[:-1] + (ends[1:] - ends[:-1]) // 2

@@ -1,4 +1,4 @@
-"""Exact top-k by magnitude, in ascending order of index."""
+"""Exact top-k by magnitude."""
 
 import functools
 
@@ -10,23 +10,26 @@ from . import xla
 
 
 def select_top_k(x: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Writes down the ``k`` elements of largest magnitude, in ascending order of index.
+    """Selects the ``k`` elements of largest magnitude, in ascending order of index.
 
-    Reads ``x`` once for most inputs. Among equal magnitudes at the edge the lowest indices win; zeros and NaN are
-    never selected, so that fewer than ``k`` come where fewer than ``k`` are not zero.
+    For most inputs it reads ``x`` once. Among elements equal to the k-th magnitude it takes those
+    with the lowest indices. Zeros and NaN are never selected. So fewer than ``k`` elements are
+    selected if ``x`` has fewer than ``k`` others.
 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
-      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; None chooses (see :func:`kernels_pallas.using`).
+      implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
+        (see :func:`kernels_pallas.using`).
 
     Returns:
-      ``(values, indices, count)``: shapes ``(k,)``, ``(k,)``, ``()``. Indices are int32, ascending, padded with
-      ``n``; values have the type of ``x``, padded with 0.
+      ``(values, indices, count)``: shapes ``(k,)``, ``(k,)`` and ``()``. Indices are int32,
+      ascending, padded with ``n``. Values have the type of ``x`` and are padded with 0.
+      ``count``, int32, is the number of selected elements.
 
     Raises:
-      ValueError: ``x`` is not one vector of float32 or float64, too long, ``k`` is not positive, or there is no
-        such ``implementation``.
+      ValueError: ``x`` is not one vector of float32 or float64, or it is too long; ``k`` is not
+        positive; or there is no implementation of this name.
 
     >>> values, indices, count = select_top_k(jnp.array([3.0, -1.0, 0.5, -4.0]), 2)
     >>> values, indices, int(count)

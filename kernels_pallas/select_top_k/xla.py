@@ -1,4 +1,8 @@
-"""Exact top-k in plain JAX: the k-th magnitude of a superset, then the part of the superset that reaches it."""
+"""Exact top-k in plain JAX.
+
+It computes the k-th magnitude in a superset of the k largest elements, then selects the elements
+of the superset that reach it.
+"""
 
 import jax
 import jax.numpy as jnp
