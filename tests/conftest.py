@@ -1,4 +1,9 @@
-"""Strict settings for every test: eight CPU devices, no silent rank promotion; long tests only on request."""
+"""Strict settings for every test: eight CPU devices, no silent rank promotion. And the tiers of the suite.
+
+A test is quick unless it is marked ``full`` or ``slow``. ``make test`` runs the quick tests, ``make test-rest`` those
+that are marked ``full``, ``make test-all`` both. The tests that are marked ``slow`` take minutes: they belong to the
+rest, and are skipped there without ``--slow``.
+"""
 
 import gc
 import itertools
@@ -27,6 +32,10 @@ gc.set_threshold(*processes.GARBAGE)
 # Files whose tests share executables with each other.
 TOGETHER = {"test_allreduce.py", "test_gather.py", "test_kernels.py", "test_quantize.py", "test_selectors.py"}
 
+TIERS = ("quick", "rest")
+# The tier of every collected test, by its name, whichever tier is run.
+TIER_OF = pytest.StashKey[dict[str, str]]()
+
 PROCESS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count(1)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,7 +44,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--optimise", action="store_true", help="let XLA optimise machine code, as it does by default")
-    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests that take minutes, too: with --tier rest or all"
+    )
+    parser.addoption(
+        "--tier",
+        choices=(*TIERS, "all"),
+        default="quick",
+        help="which tests to run: quick ones (the default), the rest, or all",
+    )
 
 
 def pytest_configure(config):
@@ -43,8 +60,29 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}"
 
 
+def pytest_report_header(config):
+    if config.getoption("--tier") == "quick":
+        return "tier: quick (--tier all runs every test)"
+    return f"tier: {config.getoption('--tier')}"
+
+
+def tier(item: pytest.Item) -> str:
+    """The one tier that a test is in."""
+    return "rest" if item.get_closest_marker("full") or item.get_closest_marker("slow") else "quick"
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves only the tests of the tier that is run."""
+    config.stash[TIER_OF] = {item.nodeid: tier(item) for item in items}
+    wanted = config.getoption("--tier")
+    if wanted != "all":
+        config.hook.pytest_deselected(items=[item for item in items if tier(item) != wanted])
+        items[:] = [item for item in items if tier(item) == wanted]
+
+
 @pytest.hookimpl(tryfirst=True)  # Before pytest-xdist reads the groups.
 def pytest_collection_modifyitems(config, items):
+    select(config, items)
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
