@@ -231,7 +231,7 @@ def test_wrong_use_is_refused():
         simulate([np.arange(3, dtype=np.int32)])
     with pytest.raises(ValueError, match="comm is 3"):
         jsparse.a2sgd(3)
-    with pytest.raises(ValueError, match="use tx.update"):
+    with pytest.raises(ValueError, match=r"use tx\.update"):
         jsparse.sync(tx, jnp.zeros(3), None)
     summed = jax.shard_map(lambda g: tx.update(g, tx.init(g)), mesh=transports.mesh(2), in_specs=WHOLE, out_specs=ALONG)
     with pytest.raises(ValueError, match="already summed"):
