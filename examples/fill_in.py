@@ -31,7 +31,7 @@ from flax import nnx
 import jsparse
 from examples.train import ConvNet
 from jsparse import cost
-from jsparse.bench import images as data
+from jsparse.bench.images import Images, load_images
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -42,12 +42,12 @@ LOADS = {"equal": "equal regions", "balanced": "balanced regions", "part": "larg
 class Task(NamedTuple):
     """What is trained, on what: ``gradients(params, x, y)`` are every worker's, of batches stacked by worker."""
 
-    images: data.Images
+    images: Images
     params: Any
     gradients: Callable[..., Any]
 
 
-def task(images: data.Images, seed: int) -> Task:
+def task(images: Images, seed: int) -> Task:
     graph, params = nnx.split(ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(seed)), nnx.Param)
 
     def loss_fn(params, x, y):
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     try:
-        setting = task(data.load(args.data, args.data_dir), args.seed)
+        setting = task(load_images(args.data, args.data_dir), args.seed)
 
         def run(case: tuple[int, float]) -> dict[str, Any]:
             return compare(setting, *case, args, lambda: progress.advance(bar))

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 import jsparse
 from examples import cluster, report
 from jsparse import quantize, select, wire
-from jsparse.bench import images as data
+from jsparse.bench.images import Images, load_images
 from jsparse.cli import processes
 
 
@@ -143,7 +143,7 @@ def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
     return Mesh(found.reshape(nodes, -1), ("nodes", "gpus")), ("nodes", "gpus")
 
 
-def train(name: str, images: data.Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
+def train(name: str, images: Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
     """Trains with one algorithm and returns what happened, as plain numbers."""
     model = ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(args.seed))
     graph, params = nnx.split(model, nnx.Param)
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
         jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
-        images = data.load(args.data, args.data_dir)
+        images = load_images(args.data, args.data_dir)
         processes.join(args)
         for name in args.algorithm:  # Refused, if they are, before anything has been trained.
             ALGORITHMS[name](args.density)

@@ -13,13 +13,15 @@ from test_network import needs_network
 
 import jsparse
 from jsparse import cli
-from jsparse.bench import network as bench_network
-from jsparse.bench import torch_worker as _network_torch
+from jsparse.bench import network, torch_worker
 from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
+from jsparse.bench.gradients import worker_gradients
 from jsparse.bench.hosts import Network
-from jsparse.bench.job import Job, gradients, time_steps
-from jsparse.bench.worker import Selecting, synchroniser
+from jsparse.bench.job import Job
+from jsparse.bench.network_worker import Selecting, synchroniser
+from jsparse.bench.reports import run_workers
+from jsparse.bench.timing import time_steps
 
 N = 20_000
 JOB = Job(3, N, 0.01, ("1gbit", "100mbit"), 2)
@@ -57,8 +59,8 @@ def test_a_small_one(tmp_path, capsys):
 
 @needs_network
 def test_a_worker_that_fails_says_why():
-    with Network(2, "1gbit") as network, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
-        bench_network.work(network, "jsparse.bench.nothing", JOB, lambda report: None)
+    with Network(2, "1gbit") as hosts, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
+        run_workers(hosts, "jsparse.bench.nothing", JOB, lambda report: None)
 
 
 def reports(job: Job) -> list[list[dict]]:
@@ -85,7 +87,7 @@ def reports(job: Job) -> list[list[dict]]:
 
 
 def test_what_is_made_of_reports(tmp_path, capsys):
-    forms = bench_network.combine(JOB, reports(JOB))
+    forms = network.combine(JOB, reports(JOB))
     assert len(forms) == 6
     dense, sparse, peer = (form for form in forms if form["rate"] == "100mbit")
     # Of two steps the slowest hosts took 102 and 90 ms; and so on.
@@ -96,12 +98,12 @@ def test_what_is_made_of_reports(tmp_path, capsys):
     assert (sparse["selection_ms"], sparse["rest_ms"], sparse["communication_ms"]) == (5, 7, 54)
     assert sparse["times_faster_than_dense"] == 96 / 66
     assert "communication_ms" not in peer
-    figures = {**bench_network.describe(JOB), "forms": forms}
-    bench_network.show(figures)
+    figures = {**network.describe(JOB), "forms": forms}
+    network.show(figures)
     out = capsys.readouterr().out
     for text in ("3 hosts at 1gbit", "3 hosts at 100mbit", "oktopk", "torch all_reduce", "1.45 x", "0.900"):
         assert text in out
-    bench_network.draw_times(figures, tmp_path / "x.png")
+    network.draw_times(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -113,9 +115,9 @@ def test_a_job_survives_its_journey():
 
 
 def test_gradients():
-    first, second = gradients(N, 0), gradients(N, 1)
+    first, second = worker_gradients(N, 0), worker_gradients(N, 1)
     assert [g.dtype for g in first] == [np.float32] * 3
-    np.testing.assert_array_equal(first[1], gradients(N, 0)[1])
+    np.testing.assert_array_equal(first[1], worker_gradients(N, 0)[1])
     for one, other in ((first[0], second[0]), (first[0], first[1])):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
         # On what is large they agree more than by chance.
@@ -172,23 +174,23 @@ def test_computing_alone_sends_nothing(form):
 def test_selection_alone():
     """It accumulates and selects, and delivers nothing."""
     tx = jsparse.topk_allgather(Alone(4), density=0.01)
-    selecting = Selecting(tx.config, [jnp.asarray(gradient) for gradient in gradients(N, 0)])
+    selecting = Selecting(tx.config, [jnp.asarray(gradient) for gradient in worker_gradients(N, 0)])
     for _ in range(2):
         selecting()
-    np.testing.assert_allclose(selecting._state[0], sum(gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(selecting._state[0], sum(worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
 
 
 def test_what_pytorch_is_given():
-    assert sum(map(math.prod, _network_torch.vgg16())) == 14_728_266
-    assert _network_torch.leaves_of(14_728_266) == _network_torch.vgg16()
-    assert _network_torch.leaves_of(10) == [(3, 3), (1,)]
-    assert _network_torch.leaves_of(9) == [(3, 3)]
+    assert sum(map(math.prod, torch_worker.vgg16())) == 14_728_266
+    assert torch_worker.leaves_of(14_728_266) == torch_worker.vgg16()
+    assert torch_worker.leaves_of(10) == [(3, 3), (1,)]
+    assert torch_worker.leaves_of(9) == [(3, 3)]
 
     class Buffer(np.ndarray):
         def view(self, shape):
             return self.reshape(shape)
 
-    bucket = _network_torch.Bucket(np.arange(10).view(Buffer), [(3, 3), (1,)])
+    bucket = torch_worker.Bucket(np.arange(10).view(Buffer), [(3, 3), (1,)])
     assert [part.shape for part in bucket.gradients()] == [(3, 3), (1,)]
     assert bucket.gradients()[1][0] == 9
     assert (bucket.index(), bucket.is_last(), len(bucket.buffer())) == (0, True, 10)

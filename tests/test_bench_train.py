@@ -9,7 +9,7 @@ from flax import nnx
 from test_network import needs_network
 
 from jsparse import cli
-from jsparse.bench import train as bench_train
+from jsparse.bench import train
 from jsparse.bench.nets import NETS
 
 
@@ -41,7 +41,7 @@ def told(name: str, step: list[float], accuracy: list[float], **parts: list[floa
 
 def test_figures(tmp_path, capsys):
     """A step takes as long as on the slowest host; what is neither computation nor selection is communication."""
-    dense = bench_train.combine(
+    dense = train.combine(
         (
             told("dense", [10.0, 30.0, 20.0], [0.5, 0.9], computation=[4.0]),
             told("dense", [20.0, 20.0, 20.0], [0.5, 0.9], computation=[5.0]),
@@ -50,16 +50,16 @@ def test_figures(tmp_path, capsys):
     assert dense["step_ms"] == [20.0, 30.0, 20.0]
     assert (dense["median_ms"], dense["seconds"]) == (20.0, 0.07)
     assert (dense["computation_ms"], dense["selection_ms"], dense["communication_ms"]) == (5.0, 0.0, 15.0)
-    sparse = bench_train.combine((told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0]),))
+    sparse = train.combine((told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0]),))
     assert (sparse["selection_ms"], sparse["communication_ms"]) == (3.0, 0.0)
-    assert bench_train.reached(dense, 0.9)
-    assert not bench_train.reached(sparse, 0.9)
-    assert not bench_train.reached(dense, None)
+    assert train.reached(dense, 0.9)
+    assert not train.reached(sparse, 0.9)
+    assert not train.reached(dense, None)
     figures = {"target": 0.9, "net": "dense", "data": "digits", "hosts": 2, "density": 0.01, "every": 2}
     figures |= {"rates": ["1gbit"], "runs": [dense, sparse]}
-    bench_train.show(figures)
+    train.show(figures)
     assert "4.00 x" in capsys.readouterr().out
-    bench_train.draw(figures, tmp_path / "x.png")
+    train.draw(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -14,8 +14,8 @@ import pytest
 import jsparse
 from examples import fill_in, train
 from jsparse import cli, cost
-from jsparse.bench import images as data
-from jsparse.bench import pto as bench_pto
+from jsparse.bench import pto
+from jsparse.bench.images import load_images
 
 DATA = os.environ.get("JSPARSE_DATA")
 
@@ -164,40 +164,40 @@ def write_mnist(directory: pathlib.Path, count: int = 3) -> None:
 
 def test_mnist_files(tmp_path):
     write_mnist(tmp_path)
-    images = data.load("mnist", tmp_path)
+    images = load_images("mnist", tmp_path)
     assert images.train_x.shape == (3, 2, 2, 1)
     np.testing.assert_allclose(images.train_x[2, 1, 1, 0], 11 / 255)
     np.testing.assert_array_equal(images.test_y, [0, 1, 2])
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(ValueError, match="neither t10k-labels"):
-        data.load("mnist", tmp_path)
+        load_images("mnist", tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\1\0\0\0\5\1")
     with pytest.raises(ValueError, match="does not fit its shape"):
-        data.load("mnist", tmp_path)
+        load_images("mnist", tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"<html>")
     with pytest.raises(ValueError, match="not an idx file"):
-        data.load("mnist", tmp_path)
+        load_images("mnist", tmp_path)
 
 
 def test_cifar10_files(tmp_path):
     record = bytes([7]) + bytes(1024) + bytes([255] * 1024) + bytes([51] * 1024)
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
         (tmp_path / name).write_bytes(record * 2)
-    images = data.load("cifar10", tmp_path)
+    images = load_images("cifar10", tmp_path)
     assert images.train_x.shape == (10, 32, 32, 3)
     np.testing.assert_allclose(images.train_x[0, 3, 4], [0, 1, 0.2])
     assert (images.test_y == 7).all()
     (tmp_path / "data_batch_3.bin").write_bytes(record[:-1])
     with pytest.raises(ValueError, match="not a multiple"):
-        data.load("cifar10", tmp_path)
+        load_images("cifar10", tmp_path)
     (tmp_path / "data_batch_3.bin").unlink()
     with pytest.raises(ValueError, match=r"lacks data_batch_3\.bin"):
-        data.load("cifar10", tmp_path)
+        load_images("cifar10", tmp_path)
 
 
 @pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory with mnist/ in it")
 def test_the_real_mnist():
-    images = data.load("mnist", pathlib.Path(DATA or "") / "mnist")
+    images = load_images("mnist", pathlib.Path(DATA or "") / "mnist")
     assert images.train_x.shape == (60000, 28, 28, 1)
     assert images.test_y[:5].tolist() == [7, 2, 1, 0, 4]
 
@@ -257,8 +257,8 @@ def test_bench_select(tmp_path, capsys):
 
 
 def test_bench_pto(tmp_path, capsys, monkeypatch):
-    shapes = bench_pto.resnet50(4)[:9]
-    monkeypatch.setattr(bench_pto, "resnet50", lambda width: shapes)
+    shapes = pto.resnet50(4)[:9]
+    monkeypatch.setattr(pto, "resnet50", lambda width: shapes)
     plot, figures = tmp_path / "x.png", tmp_path / "x.json"
     arguments = ["bench", "pto", "--workers", "3", "--repeats", "1"]
     cli.main([*arguments, "--json", str(figures), "--plot", str(plot)])
@@ -340,6 +340,38 @@ def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_without_rich_the_command_line_names_the_fix():
+    """The library needs no rich; the command line ends and says how to install it."""
+    hidden = "import sys; sys.modules['rich'] = None; import jsparse, jsparse.allreduce, jsparse.cost; "
+    ended = in_a_new_process(hidden + "print('imported'); from jsparse import cli; cli.main(['plan', '--help'])")
+    assert (ended.returncode, ended.stdout) == (1, "imported\n")
+    assert ended.stderr == "jsparse: error: the command line needs rich: pip install 'jsparse[cli]'\n"
+
+
+def test_only_bench_imports_the_benchmarks():
+    code = """
+import sys
+from jsparse import cli
+def imported(*arguments):
+    try:
+        cli.main([*arguments, "--help"])
+    except SystemExit as ended:
+        assert not ended.code
+    return [name for name in ("network", "pto", "select", "train") if f"jsparse.bench.{name}" in sys.modules]
+assert imported("plan") == []
+assert len(imported("bench")) == 4
+assert len(imported("bench", "pto")) == 4
+"""
+    ended = in_a_new_process(code)
+    assert ended.returncode == 0, ended.stderr
+    for text in ("such as 25e6", "time the selectors", "channels of the first stage"):
+        assert text in ended.stdout
 
 
 def test_the_module_runs():

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jsparse import cli
-from jsparse.bench import hosts as _network
+from jsparse.bench import hosts
 from jsparse.bench.hosts import MALLOC, Network, bits_per_second, run_everywhere, share_of
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -202,20 +202,20 @@ def test_the_command(tmp_path, capsys):
 def test_what_the_system_refuses(monkeypatch):
     with pytest.raises(ValueError, match=r"tbf|refused"), Network(1, "1gbit") as network:
         network.set_rate("0.001bit")
-    monkeypatch.setattr(_network, "HOLD", "echo no >&2; exit 1")
+    monkeypatch.setattr(hosts, "HOLD", "echo no >&2; exit 1")
     with pytest.raises(ValueError, match="may not make namespaces: no"), Network(1, "1gbit"):
         pass
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(_network.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(_network.shutil, "which", lambda tool, path: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool, path: None if tool == "tc" else f"/sbin/{tool}")
     with pytest.raises(ValueError, match=r"these tools: tc \(iproute2\)$"):
         Network(2, "1gbit")
-    monkeypatch.setattr(_network.shutil, "which", lambda tool, path: f"/sbin/{tool}")
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool, path: f"/sbin/{tool}")
     with pytest.raises(ValueError, match="need root"):
         Network(2, "1gbit")
-    monkeypatch.setattr(_network.sys, "platform", "darwin")
+    monkeypatch.setattr(hosts.sys, "platform", "darwin")
     with pytest.raises(ValueError, match="need Linux"):
         Network(2, "1gbit")
 

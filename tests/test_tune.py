@@ -10,15 +10,14 @@ import pytest
 import jsparse
 import transports
 from jsparse import cost, quantize, select, wire
-from jsparse._presets import files as _files
-from jsparse.cli import links as _links
-from jsparse.cli import main, tune
+from jsparse._presets import files
+from jsparse.cli import links, main, tune
 from jsparse.cli.links import Fit, Sample, fit
 from jsparse.cli.plan import preset_of
 
 
 def sample(what: str, payload: int, size: int, alpha: float, beta: float, noise: float = 1.0) -> Sample:
-    sent = _links.collective_cost(what, 4 * payload, size)
+    sent = links.collective_cost(what, 4 * payload, size)
     taken = noise * (alpha * sent.messages + beta * sent.bytes / 4)
     return Sample(what, payload, sent.messages, sent.bytes / 4, taken)
 
@@ -52,7 +51,7 @@ def test_neither_is_below_zero():
 def test_what_is_measured_of_a_network():
     """Every kind of message, in whole rows, its words counted as the model counts them."""
     mesh = transports.mesh(4)
-    found = list(_links.measure(mesh, transports.AXIS, [1, 100], 1, sharing=2))
+    found = list(links.measure(mesh, transports.AXIS, [1, 100], 1, sharing=2))
     assert [(s.what, s.payload) for s in found] == [
         (what, size) for what in ("ppermute", "psum", "all_gather", "all_to_all") for size in (4, 100)
     ]
@@ -139,7 +138,7 @@ def model():
 
 def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     """All of it, with real devices, in two nodes; and the file trains."""
-    monkeypatch.setattr(_links, "BUDGET", 1e-3)
+    monkeypatch.setattr(links, "BUDGET", 1e-3)
     monkeypatch.setattr(tune, "PAYLOADS", (1, 1000))
     path, figures = tmp_path / "tune.json", tmp_path / "figures.json"
     options = ["--workers", "4", "--gpus-per-node", "2", "--candidates", "1", "--repeats", "1", "--json", str(figures)]
@@ -206,14 +205,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(_files.presets()))
+@pytest.mark.parametrize("name", sorted(files.presets()))
 def test_every_preset_goes_through_a_file(name: str, tmp_path):
     preset, path = getattr(jsparse, name), tmp_path / "file.json"
     options = OTHERS.get(name) or ({} if name in OTHERS else {"density": 0.02, **SPARSE})
     if name == "dgc":
         options = {"density": 0.02, **options}
     axes = ("nodes", "gpus") if "inter" in inspect.signature(preset).parameters else ("data",)
-    _files.write(path, _files.describe(name, **options))
+    files.write(path, files.describe(name, **options))
     tx = jsparse.from_file(path, axes if len(axes) > 1 else "data")
     assert type(tx) is type(preset(*axes, **options))
     assert tx.config == preset(*axes, **options).config
@@ -232,10 +231,10 @@ def test_everything_that_can_be_recommended_goes_through_a_file(name: str, tmp_p
     )
     for layout in layouts:
         candidate = tune.Candidate(name, found[0], found[1] | layout)
-        _files.write(path, candidate.content() | {"tune": {"anything": 1}})
+        files.write(path, candidate.content() | {"tune": {"anything": 1}})
         tx = jsparse.from_file(path, ("nodes", "gpus"))
         assert getattr(tx.config, "wire", wire.Full()) == layout.get("wire", wire.Full())
-        assert tx.config == _files.build(candidate.content(), ("nodes", "gpus")).config
+        assert tx.config == files.build(candidate.content(), ("nodes", "gpus")).config
 
 
 @pytest.mark.parametrize(
@@ -283,13 +282,13 @@ def test_a_part_of_ones_own_is_not_written():
         pass
 
     with pytest.raises(ValueError, match="none of jsparse's own parts"):
-        _files.describe("oktopk", density=0.1, select=Mine(0.1))
+        files.describe("oktopk", density=0.1, select=Mine(0.1))
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file.json"
-    _files.write(path, {"jsparse": 1})
+    files.write(path, {"jsparse": 1})
     with pytest.raises(TypeError):
-        _files.write(path, {"jsparse": {1, 2}})
+        files.write(path, {"jsparse": {1, 2}})
     assert json.loads(path.read_text()) == {"jsparse": 1}
     assert list(tmp_path.iterdir()) == [path]
