@@ -238,12 +238,12 @@ def test_wrong_options(arguments, message: str, capsys):
 
 
 def test_cores_are_shared_out():
-    for count, hosts in ((2, 4), (5, 2), (8, 3), (1, 3), (3, 3)):
-        shares = [share_of(list(range(count)), rank, hosts) for rank in range(hosts)]
+    for count, size in ((2, 4), (5, 2), (8, 3), (1, 3), (3, 3)):
+        shares = [share_of(list(range(count)), rank, size) for rank in range(size)]
         assert all(shares)
         assert {core for share in shares for core in share} == set(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        if hosts <= count:
+        if size <= count:
             assert sum(map(len, shares)) == count
 
 
