@@ -1,7 +1,7 @@
 """``jsparse bench train``: trains a Flax net over slow links, dense and sparse, by the clock.
 
-The hosts are processes of this machine, each with a network of its own (see ``jsparse network
---help``). They train one net by SGD with momentum, with one form of synchronisation after the
+The hosts are processes of this machine, each with a network of its own, like those of ``jsparse
+network``. They train one net by SGD with momentum, with one form of synchronisation after the
 other. Every training starts from the same parameters and sees the same batches. It ends at the
 target accuracy on the test images, or after the largest number of steps. The clock runs while the
 hosts train, not while they test or compile.
