@@ -1,4 +1,4 @@
-"""``jsparse bench train``: nets that train over slow links."""
+"""``jsparse bench train``: training over slow links."""
 
 import json
 
@@ -17,7 +17,11 @@ from jsparse.bench.nets import NETS
     ("name", "shape", "size"), [("dense", (28, 28, 1), 20_037_642), ("vgg16", (32, 32, 3), 14_719_818)]
 )
 def test_nets(name: str, shape: tuple[int, ...], size: int):
-    """The thesis's for MNIST: 784, 4,096, 4,096 and 10 units. VGG-16: thirteen convolutions and a dense layer."""
+    """The nets have the papers' numbers of parameters.
+
+    The thesis's net for MNIST has 784, 4,096, 4,096 and 10 units; VGG-16 has thirteen convolutions
+    and a dense layer.
+    """
     net = nnx.eval_shape(lambda: NETS[name](shape, 4096, nnx.Rngs(0)))
     params = jax.tree.leaves(nnx.state(net, nnx.Param))
     assert sum(int(np.prod(leaf.shape)) for leaf in params) == size
@@ -40,7 +44,10 @@ def told(name: str, step: list[float], accuracy: list[float], **parts: list[floa
 
 
 def test_figures(tmp_path, capsys):
-    """A step takes as long as on the slowest host; what is neither computation nor selection is communication."""
+    """A step takes as long as on the slowest host.
+
+    Communication is what is neither computation nor selection.
+    """
     dense = train.combine(
         (
             told("dense", [10.0, 30.0, 20.0], [0.5, 0.9], computation=[4.0]),
@@ -84,7 +91,10 @@ def test_wrong_options(arguments: list[str], message: str, capsys):
 
 @needs_network
 def test_it_trains(tmp_path, capsys, monkeypatch):
-    """Both forms learn, over two hosts; the interface counts what the step says that it sends, and its headers."""
+    """Both forms learn, over two hosts.
+
+    The interface counts the bytes that the step reports as sent, and their headers.
+    """
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     options = ["--hosts", "2", "--rate", "100mbit", "--width", "100", "--steps", "40"]
     options += ["--target", "0.8", "--form", "oktopk", "--density", "0.05"]

@@ -1,4 +1,4 @@
-"""The examples and the command line, as one runs them."""
+"""The examples and the command line, run as users run them."""
 
 import gzip
 import inspect
@@ -22,7 +22,7 @@ DATA = os.environ.get("JSPARSE_DATA")
 
 
 def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
-    """A short run of the main job: the table, the plot and the figures."""
+    """A short run makes the table, the plot and the figures."""
     monkeypatch.chdir(tmp_path)
     train.main(["--epochs", "3", "--json", "runs.json"])
     out = capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
         assert np.mean(run["loss"][-5:]) < 0.75 * np.mean(run["loss"][:5])
     sent = {run["algorithm"]: np.mean(run["bytes"]) for run in runs}
     assert sent["oktopk"] < sent["topk_allgather"] < sent["dense"]
-    assert len({run["loss"][0] for run in runs}) == 1  # The same seeds.
+    assert len({run["loss"][0] for run in runs}) == 1  # All have the same seeds.
 
 
 def test_the_demo_has_every_preset():
@@ -46,7 +46,7 @@ def test_the_demo_has_every_preset():
         if inspect.isfunction(getattr(jsparse, name))
         and inspect.signature(getattr(jsparse, name)).return_annotation in (jsparse.SparseAllReduce, jsparse.A2SGD)
     }
-    # What follows a hyphen is a variant of it.
+    # The name before the hyphen is the preset, the one after it a variant.
     assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {"sparse_allreduce", "phases"}
 
 
@@ -59,7 +59,7 @@ def test_the_demo_has_every_preset():
     ],
     ids=", ".join,
 )
-def test_the_demo_takes_any_of_them_by_name(names: list[str], tmp_path):
+def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
     figures = tmp_path / "runs.json"
     chosen = [argument for name in names for argument in ("--algorithm", name)]
     options = ["--epochs", "1", "--workers", "4", "--json", str(figures), "--plot", str(tmp_path / "x.png")]
@@ -150,7 +150,7 @@ def test_fill_in(tmp_path, capsys):
 
 
 def test_the_busiest_owner():
-    """Of regions 0-3 and 4-9 the first gets one element of worker 1, the second three of worker 0."""
+    """Region 0-3 receives one element, from worker 1; region 4-9 three, from worker 0."""
     sender, index = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 4, 5, 9, 3, 4])
     assert fill_in.busiest(sender, index, np.array([0, 4])) == 3 / 2
 
@@ -208,7 +208,7 @@ def test_the_real_mnist():
 @pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory with mnist/ in it")
 @pytest.mark.parametrize("density", ["0.01", "0.05"])
 def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
-    """Mean of three seeds."""
+    """The accuracies are means of three seeds."""
     accuracy = {"dense": [], "oktopk": []}
     for seed in range(3):
         arguments = ["--data", "mnist", "--data-dir", f"{DATA}/mnist", "--density", density, "--seed", str(seed)]
@@ -350,7 +350,7 @@ def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_rich_the_command_line_names_the_fix():
-    """The library needs no rich; the command line ends and says how to install it."""
+    """The library works without rich; the command line ends with an error that names the fix."""
     hidden = "import sys; sys.modules['rich'] = None; import jsparse, jsparse.allreduce, jsparse.cost; "
     ended = in_a_new_process(hidden + "print('imported'); from jsparse import cli; cli.main(['plan', '--help'])")
     assert (ended.returncode, ended.stdout) == (1, "imported\n")

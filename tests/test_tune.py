@@ -1,4 +1,4 @@
-"""``jsparse tune``, and the file that it writes."""
+"""``jsparse tune``, and the files that it writes."""
 
 import inspect
 import json
@@ -34,13 +34,13 @@ def test_a_line_through_times(network: tuple[float, float]):
     exact = fit(samples(*network))
     assert exact[:2] == pytest.approx(network, rel=1e-5)
     assert exact.error == 0
-    # A sample of a factor counts as much whether it is long or short.
+    # Errors are relative, so that long and short messages count equally.
     noisy = fit(samples(*network, noise=0.1))
     assert noisy[:2] == pytest.approx(network, rel=0.15)
     assert 0.05 < noisy.error < 0.15
 
 
-def test_neither_is_below_zero():
+def test_alpha_and_beta_are_not_negative():
     words = [Sample("psum", w, 1, w, 1e-6 * w) for w in (100, 1000, 10000)]
     assert fit([*words, Sample("psum", 1, 5, 1, 1e-7)]).alpha >= 0
     assert fit([Sample("psum", w, 1, w, 1e-3 / (1 + w / 1e5)) for w in (1, 1000, 10000)]).beta == 0
@@ -48,8 +48,8 @@ def test_neither_is_below_zero():
         fit([])
 
 
-def test_what_is_measured_of_a_network():
-    """Every kind of message, in whole rows, its words counted as the model counts them."""
+def test_samples_of_a_network():
+    """All collectives are measured, in whole rows, and their words counted as in the model."""
     mesh = transports.mesh(4)
     found = list(links.measure(mesh, transports.AXIS, [1, 100], 1, sharing=2))
     assert [(s.what, s.payload) for s in found] == [
@@ -63,7 +63,7 @@ def test_what_is_measured_of_a_network():
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch):
-    """Takes the place of what would be timed: a network, and synchronisations that keep to the model."""
+    """Replaces the measurements by those of a network that behaves as the model predicts."""
 
     def use(link: Fit, selection: float = 1e-3):
         def measure(mesh, axis, payloads, repeats, sharing):
@@ -85,7 +85,7 @@ def network(monkeypatch: pytest.MonkeyPatch):
 
 
 def width(layout: jsparse.wire.Wire | None) -> int:
-    """Bytes an element of a compact wire; 0 by default."""
+    """Bytes an element of a compact wire; 0 for the default wire."""
     return 0 if layout is None else 4 if isinstance(layout.values, quantize.BFloat16) else 6
 
 
@@ -102,7 +102,7 @@ def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     assert figures["times_faster_than_dense"] > 3
     assert figures["measured"] == sorted(figures["measured"], key=lambda result: result["step_ms"])
     assert len(figures["measured"]) == (1 if gpus == 1 else 2) + 4 + 3
-    # What was predicted is what this network does.
+    # The measured times are the predicted ones on this network.
     for result in figures["measured"]:
         if result["predicted_step_ms"] is not None:
             assert result["step_ms"] == pytest.approx(result["predicted_step_ms"], rel=1e-3)
@@ -122,7 +122,7 @@ def test_a_fast_network(network, tmp_path, capsys):
     assert "Dense wins: take dense." in " ".join(shown.split())
     assert plot.stat().st_size > 10_000
     assert jsparse.from_file(path, "data").config == jsparse.dense("data").config
-    # Close is not enough.
+    # A gain below the margin is not enough for a sparse algorithm.
     results = [
         {"preset": "oktopk", "times_faster_than_dense": 1.04},
         {"preset": "dense", "times_faster_than_dense": 1.0},
@@ -137,7 +137,7 @@ def model():
 
 
 def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """All of it, with real devices, in two nodes; and the file trains."""
+    """The whole command, on real devices in two nodes; its file makes a transformation."""
     monkeypatch.setattr(links, "BUDGET", 1e-3)
     monkeypatch.setattr(tune, "PAYLOADS", (1, 1000))
     path, figures = tmp_path / "tune.json", tmp_path / "figures.json"
@@ -175,7 +175,7 @@ def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys, tmp_path):
-    assert jax.device_count() == 8  # And so it stays: JAX has been used.
+    assert jax.device_count() == 8  # JAX has been used, so that the number cannot change.
     with pytest.raises(SystemExit):
         main(["tune", *options, "--out", str(tmp_path / "tune.json")])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -219,7 +219,7 @@ def test_every_preset_goes_through_a_file(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", cost.ALGORITHMS)
-def test_everything_that_can_be_recommended_goes_through_a_file(name: str, tmp_path):
+def test_every_recommendation_goes_through_a_file(name: str, tmp_path):
     found, path = preset_of(name, 0.01), tmp_path / "file.json"
     if found is None:
         assert name == "dense_hierarchical"
@@ -277,7 +277,7 @@ def test_a_wrong_file_is_refused(content: str, message: str, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_a_part_of_ones_own_is_not_written():
+def test_a_users_own_part_is_not_written():
     class Mine(select.TopK):
         pass
 
