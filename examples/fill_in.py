@@ -74,11 +74,9 @@ def simulate(
 
     Returns:
       ``"union"``: how many elements at least one worker selected. Ok-Topk has also ``"updated"``,
-        the
-      number of elements of the update, and three figures over the mean of all owners: ``"equal"``
-        and
-      ``"balanced"``, how many elements the busiest owner of such regions receives, and ``"part"``,
-      the most elements of the global top-k that one owner has.
+      the number of elements of the update, and three figures over the mean of all owners.
+      ``"equal"`` and ``"balanced"`` are the elements that the busiest owner of such regions
+      receives; ``"part"`` is the most elements of the global top-k that one owner has.
     """
     optimizer = optax.sgd(0.05, momentum=0.9)
 

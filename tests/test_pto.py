@@ -231,7 +231,7 @@ PAIRS = {
 
 
 def compare(tx, reference, params, size: int, transport: str, steps: int = 3, tolerance: float = 2e-6):
-    """Compares several steps of both: updates are equal up to rounding, the same bits everywhere."""
+    """Compares several steps of both: updates are equal to rounding, the same bits everywhere."""
     run = on_workers(lambda grads, state, params: tx.update(grads, state, params), size, transport)
     state, expected = tx.init(params), reference.init(params)
     expected_run = jax.jit(reference.update)

@@ -80,10 +80,9 @@ def map_in_parts(
     """``[fn(task) for task in tasks]``, where one worker computes each task.
 
     This is the paper's parallel tensor operator (PTO) for a list of tensors. The tasks are shared
-    out
-    by their weights: the heaviest first, and each to the worker with the least work so far. Every
-    worker branches to its own tasks. Under ``jax.vmap`` the branches become a choice between the
-    results of all branches: the values are the same, but no work is saved.
+    out by their weights: the heaviest first, and each to the worker with the least work so far.
+    Every worker branches to its own tasks. Under ``jax.vmap`` the branches become a choice between
+    the results of all branches: the values are the same, but no work is saved.
 
     Args:
       fn: a function of one task. It may not communicate.

@@ -53,8 +53,7 @@ def scale_by_trust_ratio(
         types say that they differ between workers.
 
     **Cost**: ``2 (P-1)`` words for every piece of the worker that has most pieces, in one
-      all-gather:
-    about ``2 (P-1) (leaves/P + 1)`` words in ``log P`` messages.
+    all-gather: about ``2 (P-1) (leaves/P + 1)`` words in ``log P`` messages.
 
     References:
       Shi et al., MLSys 2021, section 4.2, equation 11. There LARS has weight decay in the
@@ -119,8 +118,8 @@ def lars(
 
     Example::
 
-      tx = optax.chain(jsparse.oktopk("data", density=0.01), jsparse.lars("data", 1.0,
-      weight_decay=1e-4))
+      optimizer = jsparse.lars("data", 1.0, weight_decay=1e-4)
+      tx = optax.chain(jsparse.oktopk("data", density=0.01), optimizer)
 
     References:
       You et al., Large Batch Training of Convolutional Networks, 2017; Shi et al., MLSys 2021,

@@ -75,10 +75,9 @@ class Network:
     """A context manager for hosts that each have a link to one switch.
 
     Each host has its own network with one interface, its own process numbers, its own name, and
-    its
-    own list of hosts: libraries that bind to the address of their host's name find the right one.
-      The
-    files are those of this machine, and the hosts share out its cores. No link leads outside.
+    its own list of hosts. So libraries that bind to the address of their host's name find the
+    right one. The files are those of this machine, and the hosts share out its cores. No link
+    leads outside.
 
     Args:
       hosts: how many, from 1 to 250.
@@ -156,7 +155,7 @@ class Network:
         }
 
     def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a command on a host in this directory, with ``subprocess.Popen``'s options."""
+        """Starts a command on a host, in the current directory; takes ``Popen``'s options."""
         environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
         # To enter the mount namespace is to leave the current directory, so the shell returns to
         # it.

@@ -15,7 +15,7 @@ from .job import Job
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
-# Of PowerSGD's approximation.
+# The rank of PowerSGD's approximation.
 RANK = 4
 # Channels of VGG-16's convolutions.
 VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)

@@ -106,11 +106,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command in this process."""
     check_density(args.density)
-    if args.candidates < 1 or args.repeats < 1 or (args.parameters is not None and args.parameters < 1):
-        raise ValueError(
-            f"--parameters is {args.parameters}, --candidates {args.candidates} and --repeats {args.repeats}; "
-            "they are at least 1"
-        )
+    for option in ("parameters", "candidates", "repeats"):
+        number = getattr(args, option)
+        if number is not None and number < 1:
+            raise ValueError(f"--{option} is {number}; it is at least 1")
     if args.step_time is not None and args.step_time < 0:
         raise ValueError(f"--step-time is {args.step_time}; it is in milliseconds, at least 0")
     processes.join(args)
