@@ -36,7 +36,10 @@ def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any
 
 
 def float16(split: bool | Literal["ring"]):
-    """A form's ``make`` that casts to float16 like DDP's hook; ``"ring"`` casts partial sums too."""
+    """A form's ``make``: casts gradients to float16, as DDP's hook does.
+
+    With ``split="ring"`` partial sums are cast, too.
+    """
 
     def form(comm: Any, density: float) -> SparseAllReduce:
         return _dense_presets.quantized(comm, quantize=quantize.Float16(), split=split, error_feedback=False)

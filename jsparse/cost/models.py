@@ -262,7 +262,7 @@ def torus_cost(cluster: Cluster) -> Sent:
 
 
 def dense_hierarchical_cost(cluster: Cluster) -> Sent:
-    """A reduction to one worker of each node, a dense all-reduce between these, and a broadcast."""
+    """A reduction to one worker a node, a dense all-reduce between these, a broadcast inside."""
     between = 2 * cluster.n * (cluster.nodes - 1) / cluster.nodes
     inside = (cluster.gpus - 1) / cluster.gpus
     return Sent(
