@@ -124,7 +124,7 @@ def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
     ],
 )
 def test_wrong_options_of_the_demo(arguments, message: str, capsys):
-    assert jax.device_count() == 8  # JAX has been used, so that no test makes 1000 virtual devices.
+    assert jax.devices()  # JAX has been used, so that no option makes 1000 virtual devices.
     with pytest.raises(SystemExit):
         train.main(arguments)
     assert message in capsys.readouterr().err
@@ -339,7 +339,7 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
     ],
 )
 def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
-    assert jax.device_count() == 8  # JAX has been used, so that no test makes 1000 virtual devices.
+    assert jax.devices()  # JAX has been used, so that no option makes 1000 virtual devices.
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert message in capsys.readouterr().err
