@@ -1,4 +1,4 @@
-"""Several processes of an example, on one machine or on many, and checkpoints of what they train."""
+"""Runs an example in several processes, on one machine or on many, with checkpoints."""
 
 import contextlib
 import logging
@@ -10,24 +10,29 @@ import jax
 
 
 def devices(workers: int) -> list[Any]:
-    """So many of each process, in their order: accelerators where there are enough, else virtual CPU devices."""
+    """The first ``workers`` devices of each process, ordered by process.
+
+    They are accelerators where every process has enough of them, else virtual CPU devices.
+    """
     found: list[Any] = []
     for platform in (None, "cpu"):
         found = jax.devices(platform)
         each = [[d for d in found if d.process_index == p][:workers] for p in range(jax.process_count())]
         if workers >= 1 and all(len(some) == workers for some in each):
             return [device for some in each for device in some]
-    raise ValueError(f"{workers} workers need as many devices; this process has {len(jax.local_devices())}")
+    raise ValueError(
+        f"{workers} workers need as many devices; this process has {len(jax.local_devices())}: change --workers"
+    )
 
 
 def own_part(count: int) -> slice:
-    """This process's part of so many examples."""
+    """This process's part of a batch of ``count`` examples."""
     each = count // jax.process_count()
     return slice(jax.process_index() * each, (jax.process_index() + 1) * each)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a directory: its state, and what else is known of it."""
+    """The checkpoints of one run, in a directory: its training state and its figures."""
 
     def __init__(self, manager: Any):
         self._manager = manager
@@ -35,7 +40,10 @@ class Checkpoints:
     @staticmethod
     @contextlib.contextmanager
     def open(directory: pathlib.Path | None, name: str) -> "Iterator[Checkpoints]":
-        """Those in ``directory/name``; without a directory, none. They are whole when the block is left."""
+        """Opens the checkpoints in ``directory/name``; without a directory there are none.
+
+        When the block ends, all checkpoints are written.
+        """
         if directory is None:
             yield Checkpoints(None)
             return
@@ -49,10 +57,17 @@ class Checkpoints:
             yield Checkpoints(manager)
 
     def restore(self, state: Any, run: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
-        """The last one's number, state and run; or 0 and what is given.
+        """Restores the last checkpoint.
+
+        Args:
+          state: the state of a run that begins.
+          run: the figures of a run that begins.
+
+        Returns:
+          The checkpoint's number, state and figures; 0 and the arguments where there is none.
 
         Raises:
-          ValueError: it is of a run with other settings.
+          ValueError: the checkpoint is of a run with other settings.
         """
         last = self._manager.latest_step() if self._manager else None
         if last is None:
@@ -63,12 +78,17 @@ class Checkpoints:
         was, now = saved["settings"], run["settings"]
         differ = [f"{key} {was.get(key)}" for key in now if was.get(key) != now[key]]
         if differ:
-            raise ValueError(f"{self._manager.directory} is of another run, with {', '.join(differ)}: name another")
+            raise ValueError(
+                f"{self._manager.directory} is of another run, with {', '.join(differ)}: name another directory"
+            )
         state = self._manager.restore(last, args=ocp.args.Composite(state=ocp.args.StandardRestore(state)))["state"]
         return last, state, saved
 
     def save(self, number: int, state: Any, run: dict[str, Any]) -> None:
-        """Saves, while training goes on. What is being written when the run is killed does not count."""
+        """Saves a checkpoint while training goes on.
+
+        A checkpoint that is not complete when the run is killed does not count.
+        """
         if self._manager:
             import orbax.checkpoint as ocp
 

@@ -1,11 +1,14 @@
-"""Simulates many workers on one device: how far sparse sums fill in, and how unevenly their elements lie.
+"""Measures how far sparse sums fill in, and how unevenly their elements lie, on one device.
 
-Trains a convolutional net with several numbers of workers, all of them in one ``jax.vmap``, and measures in kind what
-Ok-Topk's paper reports of its own runs:
+Simulates many workers in one ``jax.vmap`` and trains a convolutional net with several numbers of
+workers. It measures the same quantities that Ok-Topk's paper reports of its own runs:
 
-- fill-in (section 5.2): the density of TopkDSA's result. TopkA's is the same, and compiles faster: it runs here;
-- the load that equal and balanced regions put on their owners when regions are reduced (sections 3.1.1 and 5.3);
-- the largest part of the global top-k that one owner has, before parts are balanced (sections 3.1.2 and 5.3).
+- Fill-in (section 5.2): the density of TopkDSA's result. TopkA has the same result and compiles
+  faster, so it runs here.
+- The load that equal and balanced regions put on their owners when the regions are reduced
+  (sections 3.1.1 and 5.3).
+- The largest part of the global top-k that one owner has before the parts are balanced (sections
+  3.1.2 and 5.3).
 
 Run ``python -m examples.fill_in --help`` from the repository's root.
 """
@@ -31,7 +34,7 @@ from flax import nnx
 import jsparse
 from examples.train import ConvNet
 from jsparse import cost
-from jsparse.bench import images as data
+from jsparse.bench.images import Images, load_images
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -40,14 +43,22 @@ LOADS = {"equal": "equal regions", "balanced": "balanced regions", "part": "larg
 
 
 class Task(NamedTuple):
-    """What is trained, on what: ``gradients(params, x, y)`` are every worker's, of batches stacked by worker."""
+    """A net and the images that it learns.
 
-    images: data.Images
+    Attributes:
+      images: the images.
+      params: the net's parameters.
+      gradients: a function of the parameters, and of images and labels stacked by worker, that
+        returns every worker's gradient.
+    """
+
+    images: Images
     params: Any
     gradients: Callable[..., Any]
 
 
-def task(images: data.Images, seed: int) -> Task:
+def task(images: Images, seed: int) -> Task:
+    """The task of a :class:`ConvNet` with random parameters."""
     graph, params = nnx.split(ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(seed)), nnx.Param)
 
     def loss_fn(params, x, y):
@@ -59,12 +70,13 @@ def task(images: data.Images, seed: int) -> Task:
 def simulate(
     task: Task, reduce: jsparse.SparseAllReduce, workers: int, args: argparse.Namespace, advance: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Trains with an all-reduce over ``"workers"``; returns figures of each step.
+    """Trains with an all-reduce over ``"workers"``, and returns the figures of each step.
 
     Returns:
-      ``"union"``: elements that any worker selected. Of Ok-Topk also ``"updated"``: elements of the update; and over
-      the mean of all owners ``"equal"`` and ``"balanced"``: elements sent to the busiest owner of such regions, and
-      ``"part"``: the elements of the global top-k that one owner has at most.
+      ``"union"``: how many elements at least one worker selected. Ok-Topk has also ``"updated"``,
+      the number of elements of the update, and three figures over the mean of all owners.
+      ``"equal"`` and ``"balanced"`` are the elements that the busiest owner of such regions
+      receives; ``"part"`` is the most elements of the global top-k that one owner has.
     """
     optimizer = optax.sgd(0.05, momentum=0.9)
 
@@ -104,11 +116,13 @@ def simulate(
 
 
 def busiest(sender: np.ndarray, index: np.ndarray, starts: np.ndarray) -> float:
-    """How many elements the busiest owner of a region receives from the other workers, over the mean of all owners.
+    """How many elements the busiest owner of a region receives, over the mean of all owners.
+
+    What an owner selects itself does not count.
 
     Args:
-      sender: the worker of each selected element.
-      index: its index.
+      sender: the worker that selects each element.
+      index: the elements' indices.
       starts: the first index of each worker's region.
     """
     owner = np.searchsorted(starts, index, side="right") - 1
@@ -117,7 +131,11 @@ def busiest(sender: np.ndarray, index: np.ndarray, starts: np.ndarray) -> float:
 
 
 def compare(task: Task, workers: int, density: float, args: argparse.Namespace, advance: Callable[[], None]) -> dict:
-    """Runs TopkA, and Ok-Topk at the first density; returns means over the steps, and every step's figures."""
+    """Runs TopkA, and Ok-Topk at the first density.
+
+    Returns:
+      Means over the steps, and the figures of every step.
+    """
     n = sum(leaf.size for leaf in jax.tree.leaves(task.params))
     steps = simulate(task, jsparse.topk_allgather("workers", density=density), workers, args, advance)
     run = {
@@ -141,8 +159,8 @@ def table(runs: list[dict[str, Any]]) -> None:
     steps = len(runs[0]["steps"]["topk_dsa"]["union"])
     out = rich.table.Table(
         title=f"{runs[0]['parameters']:,} parameters, means of {steps} steps",
-        caption="Densities of the sum; uniform: were indices drawn uniformly. Loads, over the mean: elements that the "
-        "busiest owner of a region receives, and the largest part of the global top-k.",
+        caption="TopkDSA, uniform, Ok-Topk: densities of the sum; uniform: with uniformly drawn indices. regions: "
+        "elements that the busiest owner receives, over the mean. largest part: of the global top-k, over the mean.",
     )
     for name in ("density", "workers", "TopkDSA", "uniform", "Ok-Topk", "equal\nregions", "balanced\nregions"):
         out.add_column(name, justify="right")
@@ -190,29 +208,40 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
-    parser.add_argument("--data-dir", type=pathlib.Path, help="where MNIST's or CIFAR-10's files are")
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], metavar="P")
+    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's or CIFAR-10's files")
     parser.add_argument(
-        "--density", type=float, nargs="+", default=[0.01, 0.02], help="k / n (default 0.01 0.02); Ok-Topk's: the first"
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[2, 4, 8, 16, 32, 64],
+        metavar="P",
+        help="numbers of workers (default 2 to 64)",
     )
-    parser.add_argument("--steps", type=int, default=30, help="of training (default 30)")
     parser.add_argument(
-        "--tau-region", type=int, default=10, help="steps between repartitions (default 10; a long training's is 64)"
+        "--density",
+        type=float,
+        nargs="+",
+        default=[0.01, 0.02],
+        help="k / n (default 0.01 0.02); Ok-Topk runs at the first",
     )
-    parser.add_argument("--batch", type=int, default=16, help="examples a worker a step (default 16)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the table there")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default 30)")
+    parser.add_argument(
+        "--tau-region", type=int, default=10, help="steps between repartitions (default 10; 64 suits long trainings)"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the table to this image file")
     args = parser.parse_args(argv)
 
     try:
-        setting = task(data.load(args.data, args.data_dir), args.seed)
+        setting = task(load_images(args.data, args.data_dir), args.seed)
 
         def run(case: tuple[int, float]) -> dict[str, Any]:
             return compare(setting, *case, args, lambda: progress.advance(bar))
 
         cases = [(workers, density) for density in args.density for workers in args.workers]
-        # Most of the time is compilation, on one core each.
+        # Most of the time goes into compilation, which uses one core for each case.
         with rich.progress.Progress() as progress, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             bar = progress.add_task("steps", total=args.steps * (len(cases) + len(args.workers)))
             runs = list(pool.map(run, cases))

@@ -1,4 +1,4 @@
-"""What a comparison of training runs looks like: a table and a plot."""
+"""Shows a comparison of training runs as a table and a plot."""
 
 import pathlib
 from typing import Any
@@ -19,8 +19,9 @@ def table(runs: list[dict[str, Any]]) -> None:
     dense_bytes = -(-2 * 4 * n * (workers - 1) // workers)
     out = rich.table.Table(
         title=f"{n:,} parameters, {workers} workers, {len(first['loss'])} steps, k = {first['k']:,}",
-        caption="bytes and messages: a worker a step. selected: what one worker's elements reached the threshold; "
-        "delivered: how many of them arrived; update: elements it has. Means and standard deviations, over k.",
+        caption="bytes and messages: of a worker in a step. to dense: bytes over those of the dense all-reduce. "
+        "selected: elements of one worker that reached the threshold; delivered: how many of them arrived; update: "
+        "elements that it has. The last three are means and standard deviations, over k.",
     )
     out.add_column("algorithm", no_wrap=True)
     for name in ("test\naccuracy", "loss", "bytes", "to dense", "messages", "ms\na step"):
@@ -43,6 +44,7 @@ def table(runs: list[dict[str, Any]]) -> None:
 
 
 def _spread(counts: list[Any], run: dict[str, Any]) -> str:
+    """Writes the mean and standard deviation of counts, over k."""
     if not np.any(run["selected"]):
         return "-"
     share = np.array(counts) / run["k"]

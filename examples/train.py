@@ -1,7 +1,8 @@
-"""Trains a convolutional net data-parallel, once with each algorithm, and compares.
+"""Trains a convolutional net data-parallel, once with each algorithm, and compares the runs.
 
-Run ``python -m examples.train --help`` from the repository's root. The workers are accelerators where there are
-enough of them, otherwise virtual CPU devices; of this process, or of several (docs/clusters.md).
+Run ``python -m examples.train --help`` from the repository's root. The workers are accelerators
+where there are enough of them, and virtual CPU devices otherwise. They belong to this process, or
+to several processes (docs/clusters.md).
 """
 
 import argparse
@@ -24,24 +25,24 @@ from jax.sharding import Mesh
 import jsparse
 from examples import cluster, report
 from jsparse import quantize, select, wire
-from jsparse.bench import images as data
+from jsparse.bench.images import Images, load_images
 from jsparse.cli import processes
 
 
 def warm_up(density: float) -> jsparse.SparseAllReduce:
-    """gTop-k's, in its paper: four epochs (here of 10 steps) of falling densities."""
+    """gTop-k's warm-up, as in its paper: four epochs (here of 10 steps) of falling densities."""
     densities = [max(density, high) for high in (0.25, 0.0725, 0.015, 0.004)]
     first = [(10, jsparse.gtopk("workers", density=high)) for high in densities]
     return jsparse.phases((*first, jsparse.gtopk("workers", density=density)))
 
 
 def dense_first(density: float) -> jsparse.SparseAllReduce:
-    """Ok-Topk's, in its authors' code: some dense steps."""
+    """Ok-Topk's warm-up, as in its authors' code: some dense steps."""
     return jsparse.phases(((40, jsparse.dense("workers")), jsparse.oktopk("workers", density=density)))
 
 
 def selecting(kind: Callable[[float], jsparse.select.Selector], density: float) -> jsparse.SparseAllReduce:
-    """All that a selector selects is delivered."""
+    """A preset that delivers all elements that a selector of this kind selects."""
     return jsparse.topk_allgather("workers", density=density, select=kind(density))
 
 
@@ -87,18 +88,27 @@ ALGORITHMS = {
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
 REPLICAS_DIFFER = ("a2sgd",)
-# Their momentum is in the updates already.
+# Their updates have momentum already.
 OWN_MOMENTUM = ("dgc",)
-# What a checkpoint's run must have in common with the one that goes on from it; what is noted of each step or epoch.
+# The settings that must not change when a run goes on from a checkpoint.
 SETTINGS = ("data", "workers", "density", "batch", "optimizer", "learning_rate", "schedule", "seed")
+# The figures of each step or epoch.
 FIGURES = ("loss", "milliseconds", "bytes", "messages", "selected", "delivered", "updated", "accuracy")
+# The default learning rates.
 RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "lars": 5.0, "lamb": 0.01}
 
 
 def make_optimizer(
     name: str, axis: str | tuple[str, ...], args: argparse.Namespace, steps: int
 ) -> optax.GradientTransformation:
-    """What follows the all-reduce, in a run of so many steps."""
+    """The transformation that follows the all-reduce.
+
+    Args:
+      name: the algorithm.
+      axis: the mesh axes of the workers.
+      args: the command's options.
+      steps: the number of steps of the run.
+    """
     rate = args.learning_rate or RATES[args.optimizer]
     if args.schedule == "warmup":
         first = max(1, steps // 8)
@@ -132,9 +142,14 @@ class ConvNet(nnx.Module):
 
 
 def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
-    """The workers of all processes, so many in each, and the axis along which they stand.
+    """The mesh of the workers of all processes, and the names of its axes.
 
-    For algorithms of two levels a node is a process that has several workers; or there are two, if workers are even.
+    For an algorithm of two levels each process is a node if there are several processes of several
+    workers. Otherwise there are two nodes where the number of workers is even, else one.
+
+    Args:
+      name: the algorithm.
+      workers: the number of workers in each process.
     """
     found = np.array(cluster.devices(workers))
     if name not in TWO_LEVELS:
@@ -143,8 +158,8 @@ def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
     return Mesh(found.reshape(nodes, -1), ("nodes", "gpus")), ("nodes", "gpus")
 
 
-def train(name: str, images: data.Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
-    """Trains with one algorithm and returns what happened, as plain numbers."""
+def train(name: str, images: Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
+    """Trains with one algorithm, and returns the run's settings and figures as plain numbers."""
     model = ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(args.seed))
     graph, params = nnx.split(model, nnx.Param)
     params = nnx.as_pure(params)
@@ -165,7 +180,8 @@ def train(name: str, images: data.Images, args: argparse.Namespace, progress: ri
     steps = len(images.train_y) // size
     if not steps:
         raise ValueError(
-            f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers"
+            f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers, or lower "
+            "--batch"
         )
     tx = optax.chain(ALGORITHMS[name](args.density), make_optimizer(name, axis, args, args.epochs * steps))
     differ = name in REPLICAS_DIFFER
@@ -213,14 +229,18 @@ def main(argv: list[str] | None = None) -> None:
         action="append",
         choices=[*ALGORITHMS, "all"],
         metavar="NAME",
-        help=f"repeatable, or all: one of {', '.join(ALGORITHMS)} (default: {', '.join(DEFAULT)})",
+        help=f"all, or one of {', '.join(ALGORITHMS)}; repeatable (default: {', '.join(DEFAULT)})",
     )
-    parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
-    parser.add_argument("--data-dir", type=pathlib.Path, help="where MNIST's or CIFAR-10's files are")
-    parser.add_argument("--workers", type=int, help="of each process; default: 8, where there are several processes 1")
-    parser.add_argument("--density", type=float, default=0.01, help="elements kept, k / n (default 0.01)")
-    parser.add_argument("--epochs", type=int, help="default: 40 for digits, 3 for the others")
-    parser.add_argument("--batch", type=int, default=16, help="examples a worker a step (default 16)")
+    parser.add_argument(
+        "--data", choices=["digits", "mnist", "cifar10"], default="digits", help="images (default digits)"
+    )
+    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's or CIFAR-10's files")
+    parser.add_argument(
+        "--workers", type=int, help="workers of each process (default: 8 in one process, 1 in each of several)"
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
+    parser.add_argument("--epochs", type=int, help="epochs of training (default: 40 for digits, 3 for the others)")
+    parser.add_argument("--batch", type=int, default=16, help="examples a worker and step (default 16)")
     parser.add_argument("--optimizer", choices=RATES, default="momentum")
     parser.add_argument(
         "--learning-rate",
@@ -231,16 +251,23 @@ def main(argv: list[str] | None = None) -> None:
         "--schedule",
         choices=["constant", "warmup"],
         default="constant",
-        help="warmup: up from a tenth of the learning rate in the first eighth of the steps, then down to 0, squared",
+        help="warmup: the learning rate rises from a tenth of it in the first eighth of the steps, and then falls to 0 "
+        "as a square",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", default="train.png")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
+    parser.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE",
+        default="train.png",
+        help="draw the runs to this image file (default train.png)",
+    )
     parser.add_argument(
         "--checkpoint",
         type=pathlib.Path,
         metavar="DIR",
-        help="save each epoch there, and go on from the last one; all processes must see the same directory",
+        help="save every epoch in this directory, and go on from the last one; all processes must see the directory",
     )
     processes.add_arguments(parser)
     args = parser.parse_args(argv)
@@ -251,12 +278,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.workers is None:
         args.workers = 1 if args.distributed else 8
 
-    with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+    with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
-        images = data.load(args.data, args.data_dir)
+        images = load_images(args.data, args.data_dir)
         processes.join(args)
-        for name in args.algorithm:  # Refused, if they are, before anything has been trained.
+        for name in args.algorithm:  # Wrong options raise here, before anything is trained.
             ALGORITHMS[name](args.density)
         columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
         with rich.progress.Progress(*columns, disable=jax.process_index() > 0) as progress:

@@ -1,4 +1,4 @@
-"""``jsparse bench network``: a small one over real links; and, without them, what is made of reports."""
+"""``jsparse bench network``: a small benchmark over real links, and its parts without links."""
 
 import dataclasses
 import inspect
@@ -13,20 +13,22 @@ from test_network import needs_network
 
 import jsparse
 from jsparse import cli
-from jsparse.bench import network as bench_network
-from jsparse.bench import torch_worker as _network_torch
+from jsparse.bench import network, torch_worker
 from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
+from jsparse.bench.gradients import worker_gradients
 from jsparse.bench.hosts import Network
-from jsparse.bench.job import Job, gradients, time_steps
-from jsparse.bench.worker import Selecting, synchroniser
+from jsparse.bench.job import Job
+from jsparse.bench.network_worker import Selecting, synchroniser
+from jsparse.bench.reports import run_workers
+from jsparse.bench.timing import time_steps
 
 N = 20_000
 JOB = Job(3, N, 0.01, ("1gbit", "100mbit"), 2)
 
 
 @needs_network
-def test_a_small_one(tmp_path, capsys):
+def test_a_small_benchmark(tmp_path, capsys):
     plot, path = tmp_path / "x.png", tmp_path / "x.json"
     arguments = ["--hosts", "2", "--size", str(N), "--repeats", "3", "--rate", "100mbit", "20mbit"]
     arguments += ["--form", "topk_allgather"]
@@ -43,9 +45,9 @@ def test_a_small_one(tmp_path, capsys):
         assert form["least_bytes"] <= form["stated_bytes"] <= form["most_bytes"]
         assert form["steps"] == 3
         assert 0 < form["min_ms"] <= form["median_ms"] <= form["max_ms"]
-        # Acknowledgements and headers weigh more, the less is sent.
+        # The less is sent, the larger the part of acknowledgements and headers.
         assert form["stated_bytes"] < form["bytes"] < 1.1 * form["stated_bytes"] + 2000
-        # What is left of a step on a busy machine, whose computing was timed by itself, can be nothing.
+        # It is the difference of two times, and can be 0 on a busy machine.
         assert form["communication_ms"] >= 0
         assert form["floor_ms"] == pytest.approx(8e3 * form["bytes"] / {"100mbit": 1e8, "20mbit": 2e7}[rate], rel=0.1)
     assert results["dense", "20mbit"]["stated_bytes"] == 4 * N
@@ -56,13 +58,13 @@ def test_a_small_one(tmp_path, capsys):
 
 
 @needs_network
-def test_a_worker_that_fails_says_why():
-    with Network(2, "1gbit") as network, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
-        bench_network.work(network, "jsparse.bench.nothing", JOB, lambda report: None)
+def test_an_error_of_a_worker_is_shown():
+    with Network(2, "1gbit") as hosts, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
+        run_workers(hosts, "jsparse.bench.nothing", JOB, lambda report: None)
 
 
 def reports(job: Job) -> list[list[dict]]:
-    """What hosts could tell: of each form and rate, other times and bytes on each."""
+    """Invented reports of the hosts: times and bytes differ by form, rate and host."""
     told: list[list[dict]] = [[] for _ in range(job.hosts)]
     for number, name in enumerate(("dense", "oktopk", "torch all_reduce")):
         for rate in job.rates:
@@ -84,11 +86,11 @@ def reports(job: Job) -> list[list[dict]]:
     return told
 
 
-def test_what_is_made_of_reports(tmp_path, capsys):
-    forms = bench_network.combine(JOB, reports(JOB))
+def test_reports_are_combined(tmp_path, capsys):
+    forms = network.combine(JOB, reports(JOB))
     assert len(forms) == 6
     dense, sparse, peer = (form for form in forms if form["rate"] == "100mbit")
-    # Of two steps the slowest hosts took 102 and 90 ms; and so on.
+    # The slowest hosts took 102 ms and 90 ms for the two steps.
     assert (dense["median_ms"], dense["min_ms"], dense["max_ms"]) == (96, 90, 102)
     assert dense["floor_ms"] == pytest.approx(8e3 * (1e6 + 5) / 1e8)
     assert dense["bytes"] == 1e6 + 1
@@ -96,16 +98,16 @@ def test_what_is_made_of_reports(tmp_path, capsys):
     assert (sparse["selection_ms"], sparse["rest_ms"], sparse["communication_ms"]) == (5, 7, 54)
     assert sparse["times_faster_than_dense"] == 96 / 66
     assert "communication_ms" not in peer
-    figures = {**bench_network.describe(JOB), "forms": forms}
-    bench_network.show(figures)
+    figures = {**network.describe(JOB), "forms": forms}
+    network.show(figures)
     out = capsys.readouterr().out
     for text in ("3 hosts at 1gbit", "3 hosts at 100mbit", "oktopk", "torch all_reduce", "1.45 x", "0.900"):
         assert text in out
-    bench_network.draw_times(figures, tmp_path / "x.png")
+    network.draw_times(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_job_survives_its_journey():
+def test_a_job_is_written_and_read():
     for job in (JOB, dataclasses.replace(JOB, forms=("dense", "oktopk"))):
         assert Job.read(job.written()) == job
     assert JOB.wants("dense")
@@ -113,29 +115,29 @@ def test_a_job_survives_its_journey():
 
 
 def test_gradients():
-    first, second = gradients(N, 0), gradients(N, 1)
+    first, second = worker_gradients(N, 0), worker_gradients(N, 1)
     assert [g.dtype for g in first] == [np.float32] * 3
-    np.testing.assert_array_equal(first[1], gradients(N, 0)[1])
+    np.testing.assert_array_equal(first[1], worker_gradients(N, 0)[1])
     for one, other in ((first[0], second[0]), (first[0], first[1])):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
-        # On what is large they agree more than by chance.
+        # Their magnitudes are correlated.
         assert np.corrcoef(np.abs(one), np.abs(other))[0, 1] > 0.15
     assert np.mean(first[0] ** 4) > 6 * np.mean(first[0] ** 2) ** 2
 
 
-def test_all_take_equally_many_steps():
+def test_all_workers_take_the_same_number_of_steps():
     heard = []
 
     def agree(number):
         heard.append(number)
-        return 1e9  # Another worker was slow.
+        return 1e9  # Another worker is slow.
 
     assert len(time_steps(lambda: None, agree, 10)) == 3
     assert len(time_steps(lambda: None, lambda number: number, 10)) == 10
     assert len(heard) == 4
 
 
-def test_there_is_a_row_for_every_preset():
+def test_every_preset_is_a_form():
     presets = {
         name
         for name in jsparse.__all__
@@ -154,8 +156,8 @@ ALONE = ["dense", "oktopk, dense update", "gtopk, tree", "ssar_recursive_doublin
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.name in ALONE], ids=lambda form: form.name)
-def test_computing_alone_sends_nothing(form):
-    """Every form runs without a network, with the shapes that it has among others."""
+def test_computation_alone_sends_nothing(form):
+    """A form runs without a network, with the same shapes as among other workers."""
     comms = (Alone(2), Alone(2)) if form.levels else (Alone(4),)
     tx = form.make(*comms, density=0.01)
     seen: list[bool] = []
@@ -170,25 +172,25 @@ def test_computing_alone_sends_nothing(form):
 
 
 def test_selection_alone():
-    """It accumulates and selects, and delivers nothing."""
+    """Selection alone accumulates and selects, but delivers nothing."""
     tx = jsparse.topk_allgather(Alone(4), density=0.01)
-    selecting = Selecting(tx.synchroniser, [jnp.asarray(gradient) for gradient in gradients(N, 0)])
+    selecting = Selecting(tx.synchroniser, [jnp.asarray(gradient) for gradient in worker_gradients(N, 0)])
     for _ in range(2):
         selecting()
-    np.testing.assert_allclose(selecting._state[0], sum(gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(selecting._state[0], sum(worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
 
 
-def test_what_pytorch_is_given():
-    assert sum(map(math.prod, _network_torch.vgg16())) == 14_728_266
-    assert _network_torch.leaves_of(14_728_266) == _network_torch.vgg16()
-    assert _network_torch.leaves_of(10) == [(3, 3), (1,)]
-    assert _network_torch.leaves_of(9) == [(3, 3)]
+def test_gradients_for_pytorch():
+    assert sum(map(math.prod, torch_worker.vgg16())) == 14_728_266
+    assert torch_worker.leaves_of(14_728_266) == torch_worker.vgg16()
+    assert torch_worker.leaves_of(10) == [(3, 3), (1,)]
+    assert torch_worker.leaves_of(9) == [(3, 3)]
 
     class Buffer(np.ndarray):
         def view(self, shape):
             return self.reshape(shape)
 
-    bucket = _network_torch.Bucket(np.arange(10).view(Buffer), [(3, 3), (1,)])
+    bucket = torch_worker.Bucket(np.arange(10).view(Buffer), [(3, 3), (1,)])
     assert [part.shape for part in bucket.gradients()] == [(3, 3), (1,)]
     assert bucket.gradients()[1][0] == 9
     assert (bucket.index(), bucket.is_last(), len(bucket.buffer())) == (0, True, 10)

@@ -1,4 +1,4 @@
-"""``jsparse bench train``: nets that train over slow links."""
+"""``jsparse bench train``: training over slow links."""
 
 import json
 
@@ -9,7 +9,7 @@ from flax import nnx
 from test_network import needs_network
 
 from jsparse import cli
-from jsparse.bench import train as bench_train
+from jsparse.bench import train
 from jsparse.bench.nets import NETS
 
 
@@ -17,7 +17,11 @@ from jsparse.bench.nets import NETS
     ("name", "shape", "size"), [("dense", (28, 28, 1), 20_037_642), ("vgg16", (32, 32, 3), 14_719_818)]
 )
 def test_nets(name: str, shape: tuple[int, ...], size: int):
-    """The thesis's for MNIST: 784, 4,096, 4,096 and 10 units. VGG-16: thirteen convolutions and a dense layer."""
+    """The nets have the papers' numbers of parameters.
+
+    The thesis's net for MNIST has 784, 4,096, 4,096 and 10 units; VGG-16 has thirteen convolutions
+    and a dense layer.
+    """
     net = nnx.eval_shape(lambda: NETS[name](shape, 4096, nnx.Rngs(0)))
     params = jax.tree.leaves(nnx.state(net, nnx.Param))
     assert sum(int(np.prod(leaf.shape)) for leaf in params) == size
@@ -40,8 +44,11 @@ def told(name: str, step: list[float], accuracy: list[float], **parts: list[floa
 
 
 def test_figures(tmp_path, capsys):
-    """A step takes as long as on the slowest host; what is neither computation nor selection is communication."""
-    dense = bench_train.combine(
+    """A step takes as long as on the slowest host.
+
+    Communication is what is neither computation nor selection.
+    """
+    dense = train.combine(
         (
             told("dense", [10.0, 30.0, 20.0], [0.5, 0.9], computation=[4.0]),
             told("dense", [20.0, 20.0, 20.0], [0.5, 0.9], computation=[5.0]),
@@ -50,16 +57,16 @@ def test_figures(tmp_path, capsys):
     assert dense["step_ms"] == [20.0, 30.0, 20.0]
     assert (dense["median_ms"], dense["seconds"]) == (20.0, 0.07)
     assert (dense["computation_ms"], dense["selection_ms"], dense["communication_ms"]) == (5.0, 0.0, 15.0)
-    sparse = bench_train.combine((told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0]),))
+    sparse = train.combine((told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0]),))
     assert (sparse["selection_ms"], sparse["communication_ms"]) == (3.0, 0.0)
-    assert bench_train.reached(dense, 0.9)
-    assert not bench_train.reached(sparse, 0.9)
-    assert not bench_train.reached(dense, None)
+    assert train.reached(dense, 0.9)
+    assert not train.reached(sparse, 0.9)
+    assert not train.reached(dense, None)
     figures = {"target": 0.9, "net": "dense", "data": "digits", "hosts": 2, "density": 0.01, "every": 2}
     figures |= {"rates": ["1gbit"], "runs": [dense, sparse]}
-    bench_train.show(figures)
+    train.show(figures)
     assert "4.00 x" in capsys.readouterr().out
-    bench_train.draw(figures, tmp_path / "x.png")
+    train.draw(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -84,7 +91,10 @@ def test_wrong_options(arguments: list[str], message: str, capsys):
 
 @needs_network
 def test_it_trains(tmp_path, capsys, monkeypatch):
-    """Both forms learn, over two hosts; the interface counts what the step says that it sends, and its headers."""
+    """Both forms learn, over two hosts.
+
+    The interface counts the bytes that the step reports as sent, and their headers.
+    """
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     options = ["--hosts", "2", "--rate", "100mbit", "--width", "100", "--steps", "40"]
     options += ["--target", "0.8", "--form", "oktopk", "--density", "0.05"]

@@ -1,4 +1,4 @@
-"""The examples and the command line, as one runs them."""
+"""The examples and the command line, run as users run them."""
 
 import gzip
 import inspect
@@ -8,20 +8,21 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import jsparse
 from examples import fill_in, train
 from jsparse import cli, cost
-from jsparse.bench import images as data
-from jsparse.bench import pto as bench_pto
+from jsparse.bench import pto
+from jsparse.bench.images import load_images
 
 DATA = os.environ.get("JSPARSE_DATA")
 
 
 def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
-    """A short run of the main job: the table, the plot and the figures."""
+    """A short run makes the table, the plot and the figures."""
     monkeypatch.chdir(tmp_path)
     train.main(["--epochs", "3", "--json", "runs.json"])
     out = capsys.readouterr().out
@@ -35,7 +36,7 @@ def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
         assert np.mean(run["loss"][-5:]) < 0.75 * np.mean(run["loss"][:5])
     sent = {run["algorithm"]: np.mean(run["bytes"]) for run in runs}
     assert sent["oktopk"] < sent["topk_allgather"] < sent["dense"]
-    assert len({run["loss"][0] for run in runs}) == 1  # The same seeds.
+    assert len({run["loss"][0] for run in runs}) == 1  # All have the same seeds.
 
 
 def test_the_demo_has_every_preset():
@@ -45,7 +46,7 @@ def test_the_demo_has_every_preset():
         if inspect.isfunction(getattr(jsparse, name))
         and inspect.signature(getattr(jsparse, name)).return_annotation in (jsparse.SparseAllReduce, jsparse.A2SGD)
     }
-    # What follows a hyphen is a variant of it.
+    # The name before the hyphen is the preset, the one after it a variant.
     assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {"sparse_allreduce", "phases"}
 
 
@@ -58,7 +59,7 @@ def test_the_demo_has_every_preset():
     ],
     ids=", ".join,
 )
-def test_the_demo_takes_any_of_them_by_name(names: list[str], tmp_path):
+def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
     figures = tmp_path / "runs.json"
     chosen = [argument for name in names for argument in ("--algorithm", name)]
     options = ["--epochs", "1", "--workers", "4", "--json", str(figures), "--plot", str(tmp_path / "x.png")]
@@ -123,6 +124,7 @@ def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
     ],
 )
 def test_wrong_options_of_the_demo(arguments, message: str, capsys):
+    assert jax.devices()  # JAX has been used, so that no option makes 1000 virtual devices.
     with pytest.raises(SystemExit):
         train.main(arguments)
     assert message in capsys.readouterr().err
@@ -148,7 +150,7 @@ def test_fill_in(tmp_path, capsys):
 
 
 def test_the_busiest_owner():
-    """Of regions 0-3 and 4-9 the first gets one element of worker 1, the second three of worker 0."""
+    """Region 0-3 receives one element, from worker 1; region 4-9 three, from worker 0."""
     sender, index = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 4, 5, 9, 3, 4])
     assert fill_in.busiest(sender, index, np.array([0, 4])) == 3 / 2
 
@@ -164,40 +166,40 @@ def write_mnist(directory: pathlib.Path, count: int = 3) -> None:
 
 def test_mnist_files(tmp_path):
     write_mnist(tmp_path)
-    images = data.load("mnist", tmp_path)
+    images = load_images("mnist", tmp_path)
     assert images.train_x.shape == (3, 2, 2, 1)
     np.testing.assert_allclose(images.train_x[2, 1, 1, 0], 11 / 255)
     np.testing.assert_array_equal(images.test_y, [0, 1, 2])
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(ValueError, match="neither t10k-labels"):
-        data.load("mnist", tmp_path)
+        load_images("mnist", tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\1\0\0\0\5\1")
     with pytest.raises(ValueError, match="does not fit its shape"):
-        data.load("mnist", tmp_path)
+        load_images("mnist", tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"<html>")
     with pytest.raises(ValueError, match="not an idx file"):
-        data.load("mnist", tmp_path)
+        load_images("mnist", tmp_path)
 
 
 def test_cifar10_files(tmp_path):
     record = bytes([7]) + bytes(1024) + bytes([255] * 1024) + bytes([51] * 1024)
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
         (tmp_path / name).write_bytes(record * 2)
-    images = data.load("cifar10", tmp_path)
+    images = load_images("cifar10", tmp_path)
     assert images.train_x.shape == (10, 32, 32, 3)
     np.testing.assert_allclose(images.train_x[0, 3, 4], [0, 1, 0.2])
     assert (images.test_y == 7).all()
     (tmp_path / "data_batch_3.bin").write_bytes(record[:-1])
     with pytest.raises(ValueError, match="not a multiple"):
-        data.load("cifar10", tmp_path)
+        load_images("cifar10", tmp_path)
     (tmp_path / "data_batch_3.bin").unlink()
     with pytest.raises(ValueError, match=r"lacks data_batch_3\.bin"):
-        data.load("cifar10", tmp_path)
+        load_images("cifar10", tmp_path)
 
 
 @pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory with mnist/ in it")
 def test_the_real_mnist():
-    images = data.load("mnist", pathlib.Path(DATA or "") / "mnist")
+    images = load_images("mnist", pathlib.Path(DATA or "") / "mnist")
     assert images.train_x.shape == (60000, 28, 28, 1)
     assert images.test_y[:5].tolist() == [7, 2, 1, 0, 4]
 
@@ -206,7 +208,7 @@ def test_the_real_mnist():
 @pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory with mnist/ in it")
 @pytest.mark.parametrize("density", ["0.01", "0.05"])
 def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
-    """Mean of three seeds."""
+    """The accuracies are means of three seeds."""
     accuracy = {"dense": [], "oktopk": []}
     for seed in range(3):
         arguments = ["--data", "mnist", "--data-dir", f"{DATA}/mnist", "--density", density, "--seed", str(seed)]
@@ -257,8 +259,8 @@ def test_bench_select(tmp_path, capsys):
 
 
 def test_bench_pto(tmp_path, capsys, monkeypatch):
-    shapes = bench_pto.resnet50(4)[:9]
-    monkeypatch.setattr(bench_pto, "resnet50", lambda width: shapes)
+    shapes = pto.resnet50(4)[:9]
+    monkeypatch.setattr(pto, "resnet50", lambda width: shapes)
     plot, figures = tmp_path / "x.png", tmp_path / "x.json"
     arguments = ["bench", "pto", "--workers", "3", "--repeats", "1"]
     cli.main([*arguments, "--json", str(figures), "--plot", str(plot)])
@@ -337,9 +339,42 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
     ],
 )
 def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
+    assert jax.devices()  # JAX has been used, so that no option makes 1000 virtual devices.
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_without_rich_the_command_line_names_the_fix():
+    """The library works without rich; the command line ends with an error that names the fix."""
+    hidden = "import sys; sys.modules['rich'] = None; import jsparse, jsparse.allreduce, jsparse.cost; "
+    ended = in_a_new_process(hidden + "print('imported'); from jsparse import cli; cli.main(['plan', '--help'])")
+    assert (ended.returncode, ended.stdout) == (1, "imported\n")
+    assert ended.stderr == "jsparse: error: the command line needs rich: pip install 'jsparse[cli]'\n"
+
+
+def test_only_bench_imports_the_benchmarks():
+    code = """
+import sys
+from jsparse import cli
+def imported(*arguments):
+    try:
+        cli.main([*arguments, "--help"])
+    except SystemExit as ended:
+        assert not ended.code
+    return [name for name in ("network", "pto", "select", "train") if f"jsparse.bench.{name}" in sys.modules]
+assert imported("plan") == []
+assert len(imported("bench")) == 4
+assert len(imported("bench", "pto")) == 4
+"""
+    ended = in_a_new_process(code)
+    assert ended.returncode == 0, ended.stderr
+    for text in ("such as 25e6", "time the selectors", "channels of the first stage"):
+        assert text in ended.stdout
 
 
 def test_the_module_runs():

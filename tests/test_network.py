@@ -1,4 +1,4 @@
-"""Hosts on one machine: what a command finds there, what is counted, and that nothing stays behind."""
+"""``jsparse network``: the hosts' environment, links and counters, and how they are removed."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jsparse import cli
-from jsparse.bench import hosts as _network
+from jsparse.bench import hosts
 from jsparse.bench.hosts import MALLOC, Network, bits_per_second, run_everywhere, share_of
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,7 +27,7 @@ def able() -> bool:
 
 needs_network = pytest.mark.skipif(not able(), reason="needs Linux, root, iproute2 and util-linux")
 
-# Host 1 sends a number of bytes to host 0.
+# On host 1 this program sends a number of bytes to host 0.
 SEND = """
 import os, socket, sys, time
 amount, first = int(sys.argv[1]), os.environ["MASTER_ADDR"]
@@ -50,7 +50,7 @@ elif os.environ["RANK"] == "1":
 
 
 def running(marker: str) -> list[int]:
-    """The processes, anywhere on this machine, whose command line holds the marker."""
+    """The processes on this machine, on all hosts, whose command line contains the marker."""
     found = []
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -62,7 +62,7 @@ def running(marker: str) -> list[int]:
 
 
 def namespaces() -> set[str]:
-    """The networks in which some process lives."""
+    """The network namespaces of all processes."""
     links = set()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -100,7 +100,7 @@ def test_a_command_finds_its_place(capsys, monkeypatch):
             str(len(share_of(sorted(os.sched_getaffinity(0)), rank, 3))),
             MALLOC,
         ]
-    monkeypatch.setenv("GLIBC_TUNABLES", "")  # What somebody asks for, nothing included, stays.
+    monkeypatch.setenv("GLIBC_TUNABLES", "")  # A variable that is set stays, even if it is empty.
     assert network.environment(0)["GLIBC_TUNABLES"] == ""
 
 
@@ -119,7 +119,7 @@ def test_links_have_their_rate_and_are_counted(capsys):
             assert received[0] == sent[1]
             assert sent[2] < 1000
             assert sent[0] < 0.05 * amount
-            # What may go at once, at both ends, goes faster; a busy machine makes it slower.
+            # The bursts at both ends make it faster, a busy machine slower.
             said = dict(line.split()[1:] for line in capsys.readouterr().out.splitlines())
             assert 0.8 * seconds < float(said["seconds"]) < 3 * seconds
             if "cubic" in pathlib.Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
@@ -127,7 +127,7 @@ def test_links_have_their_rate_and_are_counted(capsys):
 
 
 @needs_network
-def test_when_one_fails_the_others_end():
+def test_when_one_host_fails_the_others_end():
     start = time.monotonic()
     with Network(3, "1gbit") as network:
         statuses = run_everywhere(network, ["sh", "-c", "test $RANK != 1 || exit 7; sleep 60"])
@@ -142,7 +142,7 @@ def test_an_exception_leaves_nothing():
     before, marker = namespaces(), f"jsparse-{os.getpid()}-exception"
     with pytest.raises(RuntimeError, match="wrong"), Network(2, "1gbit") as network:  # noqa: PT012
         for rank in range(2):
-            # A daemon, which has left the process group and its parent.
+            # This is a daemon, outside the process group of the command and without its parent.
             network.start(rank, ["setsid", "--fork", "sh", "-c", "sleep 60 & sleep 60", marker])
         assert until(lambda: len(running(marker)) == 2)
         assert len(namespaces() - before) >= 3
@@ -157,7 +157,7 @@ def test_an_exception_leaves_nothing():
 def test_a_signal_to_the_tool_leaves_nothing(number: int, tmp_path):
     marker = f"jsparse-{os.getpid()}-signal-{number}"
     command = ["sh", "-c", f"readlink /proc/self/ns/net >{tmp_path}/$RANK; setsid sleep 60 & sleep 60", marker]
-    # A shell tells its background jobs, and so this one where the tests are one, to ignore SIGINT.
+    # Where the tests run as a shell's background job, they and their children ignore SIGINT.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from jsparse import cli; cli.main()"
     tool = subprocess.Popen(
@@ -165,7 +165,7 @@ def test_a_signal_to_the_tool_leaves_nothing(number: int, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        # Of nsenter, which waits, and of the shell itself.
+        # The processes with the marker are nsenter, which waits, and the shell.
         assert until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), 30)
         assert until(lambda: all((tmp_path / str(rank)).read_text() for rank in range(2)))
         assert running(marker)
@@ -202,20 +202,20 @@ def test_the_command(tmp_path, capsys):
 def test_what_the_system_refuses(monkeypatch):
     with pytest.raises(ValueError, match=r"tbf|refused"), Network(1, "1gbit") as network:
         network.set_rate("0.001bit")
-    monkeypatch.setattr(_network, "HOLD", "echo no >&2; exit 1")
+    monkeypatch.setattr(hosts, "HOLD", "echo no >&2; exit 1")
     with pytest.raises(ValueError, match="may not make namespaces: no"), Network(1, "1gbit"):
         pass
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(_network.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(_network.shutil, "which", lambda tool, path: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool, path: None if tool == "tc" else f"/sbin/{tool}")
     with pytest.raises(ValueError, match=r"these tools: tc \(iproute2\)$"):
         Network(2, "1gbit")
-    monkeypatch.setattr(_network.shutil, "which", lambda tool, path: f"/sbin/{tool}")
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool, path: f"/sbin/{tool}")
     with pytest.raises(ValueError, match="need root"):
         Network(2, "1gbit")
-    monkeypatch.setattr(_network.sys, "platform", "darwin")
+    monkeypatch.setattr(hosts.sys, "platform", "darwin")
     with pytest.raises(ValueError, match="need Linux"):
         Network(2, "1gbit")
 
@@ -238,12 +238,12 @@ def test_wrong_options(arguments, message: str, capsys):
 
 
 def test_cores_are_shared_out():
-    for count, hosts in ((2, 4), (5, 2), (8, 3), (1, 3), (3, 3)):
-        shares = [share_of(list(range(count)), rank, hosts) for rank in range(hosts)]
+    for count, size in ((2, 4), (5, 2), (8, 3), (1, 3), (3, 3)):
+        shares = [share_of(list(range(count)), rank, size) for rank in range(size)]
         assert all(shares)
         assert {core for share in shares for core in share} == set(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        if hosts <= count:
+        if size <= count:
             assert sum(map(len, shares)) == count
 
 

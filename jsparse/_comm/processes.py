@@ -1,4 +1,4 @@
-"""Global arrays over the devices of several processes, of what each process has."""
+"""Makes global arrays over several processes from the arrays of each process."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,11 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def put_everywhere(tree: Any, mesh: Mesh) -> Any:
-    """The tree on every device of a mesh.
+    """Puts a tree on every device of a mesh.
+
+    Args:
+      tree: arrays, the same in every process.
+      mesh: the devices.
 
     Raises:
-      ValueError: the mesh is over several processes, and they do not all have the same values. Arrays that are global
-        already are not compared.
+      ValueError: the processes have different values. Arrays that are global already are not
+        compared.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     if not mesh.is_multi_process:
@@ -37,18 +41,30 @@ def put_everywhere(tree: Any, mesh: Mesh) -> Any:
 
 
 def is_global(leaf: Any) -> bool:
-    """Whether it is an array over several processes."""
+    """Whether a leaf is an array over several processes."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and not leaf.is_fully_addressable
 
 
 def is_share(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether it is what this process has of an array over several; a tracer, or a shape, stands for the whole."""
+    """Whether a leaf is only this process's share of an array over several processes.
+
+    A tracer or a shape stands for the whole array.
+
+    Args:
+      leaf: the leaf.
+      sharding: that of the whole array.
+    """
     stands_for_it = isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or is_global(leaf)
     return not sharding.is_fully_addressable and not stands_for_it
 
 
 def from_shares(batch: Any, sharding: NamedSharding) -> Any:
-    """Global arrays, cut along their first axis, of this process's shares of them; what is global already stays."""
+    """Makes global arrays from this process's shares of them; global arrays stay as they are.
+
+    Args:
+      batch: the shares.
+      sharding: that of the global arrays, which are cut along their first axis.
+    """
 
     def whole(leaf):
         share = is_share(leaf, sharding)
@@ -58,7 +74,7 @@ def from_shares(batch: Any, sharding: NamedSharding) -> Any:
 
 
 def local_workers(sharding: NamedSharding, workers: int) -> int:
-    """How many workers have a device in this process."""
+    """How many of the workers along an array's first axis have a device in this process."""
     return len({index[0].start for index in sharding.addressable_devices_indices_map((workers,)).values() if index})
 
 
@@ -67,7 +83,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def numbers(tree: Any) -> dict[str, np.ndarray]:
-    """What a process has of its own: leaves by their names."""
+    """The leaves that are this process's own, by their names; keys as their integers."""
     return {
         jax.tree_util.keystr(path): np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -76,14 +92,14 @@ def numbers(tree: Any) -> dict[str, np.ndarray]:
 
 
 def check_equal_values(values: dict[str, np.ndarray], gather: Callable[[np.ndarray], Any]) -> None:
-    """Compares what all processes have, by digests, each of two words.
+    """Checks that all processes have the same values, by digests of two words each.
 
     Args:
-      values: from :func:`numbers`.
-      gather: makes of a digest those of all processes, along a leading axis.
+      values: this process's leaves, from :func:`numbers`.
+      gather: takes a digest, and returns those of all processes along a leading axis.
 
     Raises:
-      ValueError: they differ; it says in what.
+      ValueError: the processes' leaves differ; the message names them.
     """
 
     def alike(digest: np.ndarray) -> bool:
@@ -95,8 +111,8 @@ def check_equal_values(values: dict[str, np.ndarray], gather: Callable[[np.ndarr
     together = [_digest(structure.encode()), _digest(b"".join(digest.tobytes() for digest in digests.values()))]
     if alike(np.stack(together)):
         return
-    fix = "all begin with the same: make them from the same seed, or read the same file"
-    # Who has other leaves can't compare them one by one.
+    fix = "all begin with the same values: make them from the same seed, or read the same file"
+    # Processes with different leaves cannot compare them one by one.
     if not alike(together[0]):
         raise ValueError(f"the processes have parameters of different names, shapes or types; {fix}")
     differ = [name for name, digest in digests.items() if not alike(digest)]

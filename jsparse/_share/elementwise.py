@@ -1,4 +1,4 @@
-"""Whether a program treats each element by itself, read off its trace."""
+"""Finds out from a function's trace whether it treats each element by itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from jax.extend import core
 
 from .._comm.traffic import COLLECTIVES
 
-# They keep a shape, and mix elements all the same; or draw what should differ from place to place.
+# Primitives that may keep a shape but still mix elements.
 MIXING = {
     *COLLECTIVES,
     "cholesky",
@@ -30,16 +30,25 @@ MIXING = {
     "transpose",
     "triangular_solve",
 }
-# They change a shape, and leave every element where it is.
+# Primitives that change a shape but do not mix elements.
 RESHAPING = {"reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
 
 
 def mixing_primitive(fn: Callable[..., Any], *args: Any) -> str | None:
-    """The first primitive in a function that mixes the elements of arrays it is given; None where there is none.
+    """The first primitive in a function that mixes the elements of its array arguments.
 
-    Scalars among the arguments may be mixed with everything.
+    A primitive that draws random numbers counts, too. Scalars among the arguments may be mixed
+    with everything.
 
-    >>> mixing_primitive(lambda x: x * 2, jnp.ones(3)), mixing_primitive(lambda x: x / jnp.sum(x), jnp.ones(3))
+    Args:
+      fn: the function.
+      *args: its arguments, or their shapes and types.
+
+    Returns:
+      The primitive's name; None where there is none.
+
+    >>> double, normalise = lambda x: x * 2, lambda x: x / jnp.sum(x)
+    >>> mixing_primitive(double, jnp.ones(3)), mixing_primitive(normalise, jnp.ones(3))
     (None, 'reduce_sum')
     """
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -47,7 +56,12 @@ def mixing_primitive(fn: Callable[..., Any], *args: Any) -> str | None:
 
 
 def _walk(jaxpr: core.Jaxpr, arrays: Sequence[bool]) -> tuple[str | None, list[bool]]:
-    """And which results depend on arrays."""
+    """The first mixing primitive of a jaxpr, and which of its results depend on arrays.
+
+    Args:
+      jaxpr: the program.
+      arrays: which of its arguments are arrays, or depend on arrays.
+    """
     depends = {var for var, array in zip(jaxpr.invars, arrays, strict=True) if array}
 
     def of(atom):
@@ -60,7 +74,8 @@ def _walk(jaxpr: core.Jaxpr, arrays: Sequence[bool]) -> tuple[str | None, list[b
         outs = [any(given)] * len(eqn.outvars)
         subs = [getattr(sub, "jaxpr", sub) for sub in core.jaxprs_in_params(eqn.params)]
         for sub in subs:
-            # Loops carry what they are given; a cond's branches are given all but the predicate.
+            # In a loop any value may reach any other by the carry. A cond's branches get all its
+            # arguments but the predicate.
             inner = [any(given)] * len(sub.invars) if name in ("scan", "while") else given[-len(sub.invars) :]
             found, used = _walk(sub, inner if sub.invars else [])
             if found:
@@ -73,6 +88,7 @@ def _walk(jaxpr: core.Jaxpr, arrays: Sequence[bool]) -> tuple[str | None, list[b
 
 
 def _mixes(eqn: core.JaxprEqn, name: str, given: Sequence[bool]) -> bool:
+    """Whether an equation mixes elements; ``given`` says which arguments depend on arrays."""
     before = {atom.aval.shape for atom, array in zip(eqn.invars, given, strict=True) if array}  # type: ignore[attr-defined]
     after = {var.aval.shape for var in eqn.outvars}  # type: ignore[attr-defined]
     if name in RESHAPING:

@@ -1,4 +1,7 @@
-"""What all workers would compute alike, cut in parts: each computes one, and one message gathers the results."""
+"""Replicated computation, shared out among the workers.
+
+Each worker computes one part, and one message gathers the results.
+"""
 
 import heapq
 import math
@@ -15,23 +18,26 @@ Task = TypeVar("Task")
 
 
 def in_parts(fn: Callable[..., Any], comm: CommLike, *arrays: Any) -> Any:
-    """``fn(*arrays)``, of which each worker computes a P-th: a function that treats each row by itself.
+    """``fn(*arrays)``, of which each worker computes a P-th of the rows.
 
-    The paper's parallel tensor operator (PTO), for a tensor: the leading axis is cut in P equal parts, and each worker
-    calls ``fn`` with its own. Where the workers do not divide the rows, the last parts overlap.
+    This is the paper's parallel tensor operator (PTO) for one tensor. The leading axis is cut
+    into P equal parts, and each worker calls ``fn`` with its own part. Where P does not divide
+    the number of rows, the last parts overlap.
 
     Args:
-      fn: a function of arrays of any number of rows that returns a pytree of arrays of as many rows, row ``i`` of its
-        result depending on row ``i`` of its arguments alone. It may not communicate.
+      fn: a function that treats each row by itself. It takes arrays of any number of rows and
+        returns a pytree of arrays with as many rows; row ``i`` of a result depends only on row
+        ``i`` of the arguments. It may not communicate.
       comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
-      *arrays: pytrees of arrays with equally long leading axes, alike on all workers.
+      *arrays: pytrees of arrays with equally long leading axes, the same on all workers.
 
     Returns:
-      The result for all rows, the same bits on every worker and typed so. It is ``fn(*arrays)`` to the rounding by
-      which compiled programs differ.
+      The result for all rows: the same bits on every worker, and typed as replicated. It equals
+      ``fn(*arrays)`` up to the rounding by which compiled programs differ.
 
     Raises:
-      ValueError: leading axes are missing or differ, the results have other numbers of rows, or they are complex.
+      ValueError: leading axes are missing or differ, the results have other numbers of rows, or
+        the results are complex.
 
     **Cost**: ``(P-1) ceil(rows / P)`` rows of the result in one all-gather, ``log P`` messages.
 
@@ -46,8 +52,8 @@ def in_parts(fn: Callable[..., Any], comm: CommLike, *arrays: Any) -> Any:
     lengths = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(arrays)]
     if not lengths or len(set(lengths)) > 1 or lengths[0] == ():
         raise ValueError(
-            f"the arrays' leading axes are {lengths}; in_parts cuts one axis that all have: give those without it to "
-            "fn by a closure, and lists of different arrays to map_in_parts"
+            f"the arrays' leading axes are {lengths}; in_parts cuts one axis that all arrays have: pass arrays without "
+            "it to fn by a closure, and lists of different arrays to map_in_parts"
         )
     rows = lengths[0][0]
     if not rows:
@@ -71,26 +77,31 @@ def in_parts(fn: Callable[..., Any], comm: CommLike, *arrays: Any) -> Any:
 def map_in_parts(
     fn: Callable[[Task], Any], comm: CommLike, tasks: Sequence[Task], *, weigh: Callable[[Task], float] | None = None
 ) -> list[Any]:
-    """``[fn(task) for task in tasks]``, each computed by one worker.
+    """``[fn(task) for task in tasks]``, where one worker computes each task.
 
-    The paper's parallel tensor operator (PTO), for a list of tensors. The tasks are shared out by their weights, the
-    heaviest first and each to the worker that has least to do; every worker branches to its own. Under ``jax.vmap`` the
-    branches become a choice between the results of all: the same values, and no work saved.
+    This is the paper's parallel tensor operator (PTO) for a list of tensors. The tasks are shared
+    out by their weights: the heaviest first, and each to the worker with the least work so far.
+    Every worker branches to its own tasks. Under ``jax.vmap`` the branches become a choice between
+    the results of all branches: the values are the same, but no work is saved.
 
     Args:
       fn: a function of one task. It may not communicate.
       comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
-      tasks: what to call it with: pytrees of arrays, alike on all workers, or anything static. Arrays that are computed
-        for a task are computed on all workers: let ``fn`` slice or combine them itself.
-      weigh: how much work a task is; by default the number of elements in its arrays.
+      tasks: the arguments of ``fn``: pytrees of arrays, the same on all workers, or static
+        values. An array that is computed before the call is computed on all workers, so let
+        ``fn`` slice or combine arrays itself.
+      weigh: a function that returns how much work a task is; by default the number of elements in
+        its arrays.
 
     Returns:
-      The results in the order of the tasks, the same bits on every worker and typed so.
+      The results in the order of the tasks: the same bits on every worker, and typed as
+        replicated.
 
     Raises:
-      ValueError: a result is complex, or no array.
+      ValueError: a result is complex, or is not an array.
 
-    **Cost**: ``P-1`` times the results of the worker that has the longest, in one all-gather, ``log P`` messages.
+    **Cost**: ``P-1`` times the results of the worker whose results are longest, in one all-gather,
+    ``log P`` messages.
 
     Example::
 
@@ -110,21 +121,31 @@ def map_in_parts(
     longest = max(sum(words[i] for i in share) for share in shares)
 
     def compute(share):
-        message = pack([leaf for i in share for leaf in jax.tree.leaves(fn(tasks[i]))], unit)
+        message = join_bits([leaf for i in share for leaf in jax.tree.leaves(fn(tasks[i]))], unit)
         return jnp.pad(message, (0, longest - message.shape[0]))
 
-    # By rank, not alike on all workers: the branches do not communicate.
+    # The branch differs between workers, which is possible because the branches do not
+    # communicate.
     gathered = comm.all_gather(comm.switch(comm.rank(), [lambda share=share: compute(share) for share in shares]))
     out: list[Any] = [None] * len(tasks)
     for message, share in zip(gathered, shares, strict=True):
         for i in share:
-            leaves = unpack(message[: words[i]], shapes[i], unit)
+            leaves = split_bits(message[: words[i]], shapes[i], unit)
             out[i], message = jax.tree.unflatten(jax.tree.structure(results[i]), leaves), message[words[i] :]
     return out
 
 
 def share_out(weights: Sequence[float], size: int) -> list[list[int]]:
-    """Which of the tasks each worker does, so that the heaviest load is within a third of the least possible.
+    """Shares tasks out among workers, so that the heaviest load is near the least possible.
+
+    It is at most a third above it.
+
+    Args:
+      weights: of the tasks.
+      size: the number of workers.
+
+    Returns:
+      The numbers of each worker's tasks.
 
     >>> share_out([1, 5, 2, 2], 2)
     [[1], [2, 3, 0]]
@@ -141,33 +162,50 @@ def share_out(weights: Sequence[float], size: int) -> list[list[int]]:
 def all_gather(comm: Comm, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """Every worker's arrays, each stacked by rank, in one message: shapes ``(P, *shape)``."""
     unit = unit_of(leaves)
-    message = pack(leaves, unit)
-    return unpack(comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit), leaves, unit)
+    message = join_bits(leaves, unit)
+    return split_bits(comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit), leaves, unit)
 
 
 def unit_of(leaves: Sequence[Any]) -> jnp.dtype:
-    """The unsigned integers of which all these arrays consist: as wide as the narrowest, at most 32 bits."""
+    """The unsigned integer type in which to join these arrays.
+
+    It is as wide as the narrowest array's type, at most 32 bits.
+
+    Raises:
+      ValueError: an array is complex, or its type has no whole bytes.
+    """
     for leaf in leaves:
         real = jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
         bits = jax.dtypes.itemsize_bits(leaf.dtype) if real else 0
         if leaf.dtype != bool and bits < 8:
             raise ValueError(
-                f"a result has type {leaf.dtype}; what is gathered are bools, integers and floats of whole bytes: "
+                f"a result has type {leaf.dtype}; it can be a bool, or an integer or a float of whole bytes: "
                 "convert it in fn"
             )
     return jnp.dtype(f"uint{8 * min([4, *(leaf.dtype.itemsize for leaf in leaves)])}")
 
 
-def pack(leaves: Sequence[jax.Array], unit: jnp.dtype) -> jax.Array:
-    """The arrays as one vector of integers, so that no backend widens narrow floats on the way."""
+def join_bits(leaves: Sequence[jax.Array], unit: jnp.dtype) -> jax.Array:
+    """Joins the bits of arrays in one vector, in which no backend widens narrow floats.
+
+    Args:
+      leaves: the arrays.
+      unit: the vector's type, from :func:`unit_of`.
+    """
     if not leaves:
         return jnp.zeros(0, unit)
     bits = [leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf for leaf in leaves]
     return jnp.concatenate([lax.bitcast_convert_type(leaf, unit).reshape(-1) for leaf in bits])
 
 
-def unpack(message: jax.Array, shapes: Sequence[Any], unit: jnp.dtype) -> list[jax.Array]:
-    """The arrays of these shapes and types, of one message or of several along leading axes."""
+def split_bits(message: jax.Array, shapes: Sequence[Any], unit: jnp.dtype) -> list[jax.Array]:
+    """Splits what :func:`join_bits` made into arrays again.
+
+    Args:
+      message: one such vector, or several along leading axes, which the results have, too.
+      shapes: the arrays' shapes and types.
+      unit: as in :func:`join_bits`.
+    """
     leaves, begin, several = [], 0, message.shape[:-1]
     for shape in shapes:
         end = begin + _words(shape, unit)
@@ -179,25 +217,36 @@ def unpack(message: jax.Array, shapes: Sequence[Any], unit: jnp.dtype) -> list[j
     return leaves
 
 
-def check_alike(comm: Comm, tree: Any, what: str) -> None:
-    """Refuses what types tell to differ between the workers."""
+def check_replicated(comm: Comm, tree: Any, what: str) -> None:
+    """Checks that a tree is the same on all workers, as far as JAX's types tell.
+
+    Args:
+      comm: the workers.
+      tree: its arrays.
+      what: what a leaf is, for the error.
+
+    Raises:
+      ValueError: a leaf's type says that it differs between workers.
+    """
     levels = [comm, *map(AxisComm, axes_of(comm))]
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if any(level.typed and level.may_differ(leaf) for level in levels):
             raise ValueError(
-                f"{what} leaf {jax.tree_util.keystr(path)} differs between workers, who share out what they compute "
-                "alike: put this after the all-reduce in the chain"
+                f"{what} leaf {jax.tree_util.keystr(path)} differs between workers, but only replicated computation "
+                "can be shared out: put this after the all-reduce in the chain"
             )
 
 
 def _words(shape: Any, unit: jnp.dtype) -> int:
+    """The length of an array in units."""
     return math.prod(shape.shape) * (shape.dtype.itemsize // unit.itemsize)
 
 
 def _elements(task: Any) -> int:
+    """The number of elements in a task's arrays."""
     return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(task))
 
 
 def _zeros(shapes: Any) -> Any:
-    """What has no elements, made without any."""
+    """Arrays of zeros, for results that have no elements."""
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

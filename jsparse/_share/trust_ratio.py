@@ -1,4 +1,4 @@
-"""Layer-wise learning rates, whose norms the workers share out: LARS and LAMB."""
+"""LARS and LAMB, layer-wise learning rates whose norms the workers share out."""
 
 import functools
 from collections.abc import Sequence
@@ -10,11 +10,17 @@ import optax
 from jax.typing import ArrayLike
 
 from .._comm.comm import Comm, CommLike, as_comm
-from .parts import check_alike, map_in_parts
+from .parts import check_replicated, map_in_parts
 
 
 class Piece(NamedTuple):
-    """A stretch of a raveled leaf, by the leaf's number."""
+    """A stretch of a raveled leaf.
+
+    Attributes:
+      leaf: the leaf's number.
+      begin: the stretch's first index.
+      end: the index after its last one.
+    """
 
     leaf: int
     begin: int
@@ -24,16 +30,18 @@ class Piece(NamedTuple):
 def scale_by_trust_ratio(
     comm: CommLike, *, min_norm: ArrayLike = 0.0, trust_coefficient: ArrayLike = 1.0, eps: ArrayLike = 0.0
 ) -> optax.GradientTransformation:
-    """``optax.scale_by_trust_ratio``, its norms shared out among the workers.
+    """``optax.scale_by_trust_ratio`` whose norms are shared out among the workers.
 
-    Each leaf's update is multiplied by ``trust_coefficient * |params| / (|update| + eps)``, by 1 where a norm is zero.
-    Leaves longer than a P-th of all are cut, and the pieces shared out, so that every worker reads a P-th of the
-    elements in a P-th of the reductions. It stands *after* the all-reduce in a chain: parameters and updates are
-    alike on all workers. Squares are summed in float32 at least (optax: in the leaf's type).
+    Each leaf's update is multiplied by ``trust_coefficient * |params| / (|update| + eps)``, or by
+    1 where a norm is zero. A leaf longer than a P-th of all elements is cut, and the pieces are
+    shared out, so that every worker reads about a P-th of the elements in a P-th of the
+    reductions. Put it *after* the all-reduce in a chain, where parameters and updates are the
+    same on all workers. Squares are summed in float32 or a wider type; optax sums them in the
+    leaf's type.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
-      min_norm: norms are at least this.
+      min_norm: the least value of a norm; smaller norms count as this.
       trust_coefficient: a multiplier of the ratio.
       eps: added to the update's norm.
 
@@ -41,15 +49,15 @@ def scale_by_trust_ratio(
       A gradient transformation without state. Its ``update`` needs ``params``.
 
     Raises:
-      ValueError: from ``update``: no ``params``, the axis is not bound, or updates differ between workers by their
-        types.
+      ValueError: from ``update``: ``params`` are missing, the axis is not bound, or the updates'
+        types say that they differ between workers.
 
-    **Cost**: ``2 (P-1)`` words for every piece of the worker that has most of them, in one all-gather: about
-    ``2 (P-1) (leaves/P + 1)`` words in ``log P`` messages.
+    **Cost**: ``2 (P-1)`` words for every piece of the worker that has most pieces, in one
+    all-gather: about ``2 (P-1) (leaves/P + 1)`` words in ``log P`` messages.
 
     References:
-      Shi et al., MLSys 2021, section 4.2, equation 11 (there LARS has weight decay in the denominator; here, as in
-      optax, it is part of the update).
+      Shi et al., MLSys 2021, section 4.2, equation 11. There LARS has weight decay in the
+      denominator; here, as in optax, it is part of the update.
     """
     comm = as_comm(comm)
 
@@ -58,8 +66,8 @@ def scale_by_trust_ratio(
             raise ValueError("trust ratios need the parameters: call update(updates, state, params)")
         leaves, treedef = jax.tree.flatten(updates)
         weights = treedef.flatten_up_to(params)
-        check_alike(comm, updates, "update")
-        check_alike(comm, params, "parameter")
+        check_replicated(comm, updates, "update")
+        check_replicated(comm, params, "parameter")
 
         def scaled(update, weight, squares):
             norms = jnp.sqrt(squares[1]).astype(weight.dtype), jnp.sqrt(squares[0]).astype(update.dtype)
@@ -86,31 +94,36 @@ def lars(
     momentum: ArrayLike = 0.9,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.lars``, its norms shared out among the workers: for the place after the all-reduce.
+    """``optax.lars`` whose norms are shared out among the workers.
+
+    Put it after the all-reduce in a chain.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
       learning_rate: a number or a schedule.
       weight_decay: strength of the decay, which is added to the gradient.
-      weight_decay_mask: which leaves decay: a pytree of bools, or a function of the parameters that returns one.
+      weight_decay_mask: which leaves decay: a pytree of bools, or a function of the parameters
+        that returns one.
       trust_coefficient: a multiplier of the trust ratio.
-      eps: added to its denominator.
-      trust_ratio_mask: which leaves are scaled by it, like ``weight_decay_mask``.
+      eps: added to the trust ratio's denominator.
+      trust_ratio_mask: which leaves are scaled by the trust ratio, like ``weight_decay_mask``.
       momentum: the decay of the momentum.
-      nesterov: whether it is Nesterov's.
+      nesterov: whether the momentum is Nesterov's.
 
     Returns:
-      A gradient transformation, equal to optax's to rounding; its state is alike on all workers.
+      A gradient transformation, equal to optax's up to rounding. Its state is the same on all
+      workers.
 
     **Cost**: that of :func:`scale_by_trust_ratio`.
 
     Example::
 
-      tx = optax.chain(jsparse.oktopk("data", density=0.01), jsparse.lars("data", 1.0, weight_decay=1e-4))
+      optimizer = jsparse.lars("data", 1.0, weight_decay=1e-4)
+      tx = optax.chain(jsparse.oktopk("data", density=0.01), optimizer)
 
     References:
-      You et al., Large Batch Training of Convolutional Networks, 2017; Shi et al., MLSys 2021, section 4.2, "PTO for
-      LARS".
+      You et al., Large Batch Training of Convolutional Networks, 2017; Shi et al., MLSys 2021,
+      section 4.2, "PTO for LARS".
     """
     ratio = scale_by_trust_ratio(comm, trust_coefficient=trust_coefficient, eps=eps)
     return optax.chain(
@@ -132,7 +145,9 @@ def lamb(
     weight_decay: Any = 0.0,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.lamb``, its norms shared out among the workers: for the place after the all-reduce.
+    """``optax.lamb`` whose norms are shared out among the workers.
+
+    Put it after the all-reduce in a chain.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a :class:`Comm`.
@@ -140,16 +155,18 @@ def lamb(
       b1, b2: the decay of the first and of the second moment.
       eps, eps_root: added outside and inside the square root of the second moment.
       weight_decay: strength of the decay, which is added to Adam's update.
-      mask: which leaves decay: a pytree of bools, or a function of the parameters that returns one.
+      mask: which leaves decay: a pytree of bools, or a function of the parameters that returns
+        one.
 
     Returns:
-      A gradient transformation, equal to optax's to rounding; its state is alike on all workers.
+      A gradient transformation, equal to optax's up to rounding. Its state is the same on all
+      workers.
 
     **Cost**: that of :func:`scale_by_trust_ratio`.
 
     References:
-      You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020; Shi et al., MLSys 2021,
-      section 4.2.
+      You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020;
+      Shi et al., MLSys 2021, section 4.2.
     """
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root),
@@ -160,7 +177,15 @@ def lamb(
 
 
 def sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
-    """Of each update and its parameter, the sum of squares."""
+    """The sums of squares of leaves, shared out among the workers.
+
+    Args:
+      comm: the workers.
+      pairs: updates with their parameters, each pair of the same size.
+
+    Returns:
+      Two sums for each pair: of the update's squares, and of the parameter's.
+    """
     whole = [pair[0].size for pair in pairs]
     pieces = cut(whole, comm.size)
 
@@ -171,7 +196,8 @@ def sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) ->
 
         return tuple(map(total, pairs[piece.leaf]))
 
-    # A reduction costs something whatever its length: as much, say, as a quarter of the mean leaf's elements.
+    # Every reduction has a fixed cost. It is taken to be that of a quarter of the mean leaf's
+    # elements.
     start = sum(whole) / (4 * max(len(whole), 1))
     sums = map_in_parts(squares, comm, pieces, weigh=lambda piece: piece.end - piece.begin + start)
     of_leaf: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in whole]
@@ -182,7 +208,11 @@ def sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) ->
 
 
 def cut(sizes: Sequence[int], workers: int) -> list[Piece]:
-    """The leaves in pieces of at most a ``workers``-th of all their elements.
+    """Cuts leaves into pieces of at most a ``workers``-th of all elements.
+
+    Args:
+      sizes: the leaves' numbers of elements.
+      workers: P.
 
     >>> cut([6, 2], 2)
     [Piece(leaf=0, begin=0, end=4), Piece(leaf=0, begin=4, end=6), Piece(leaf=1, begin=0, end=2)]

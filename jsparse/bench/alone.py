@@ -1,4 +1,4 @@
-"""A worker without the others."""
+"""Worker 0 without the other workers: its computation, and no network."""
 
 import dataclasses
 
@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # One of two levels is not the other.
+@dataclasses.dataclass(frozen=True, eq=False)  # Two instances stand for two levels.
 class Alone:
-    """Worker 0 of ``size`` without the others: a :class:`jsparse.Comm` over which what it sends comes back.
+    """A :class:`jsparse.Comm` for worker 0 alone, which receives what it sends itself.
 
-    A program over it computes what it would among others, on messages of the same lengths, without a network. What it
-    receives is not known to the compiler to be its own.
+    A program does the same computation over it as among ``size`` workers, on messages of the same
+    lengths, but without a network. Optimization barriers hide from the compiler that the received
+    messages are the worker's own.
     """
 
     size: int
@@ -40,7 +41,8 @@ class Alone:
         return lax.optimization_barrier(x)
 
     def switch(self, index, branches, *, replicated=False):
-        # Not a constant, so that the branch is chosen as in a cluster.
+        # The barrier hides a constant index, so that the branch is chosen at run time as in a
+        # cluster.
         return lax.switch(lax.optimization_barrier(index), branches)
 
     def repeat(self, count, body, start):

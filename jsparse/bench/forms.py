@@ -1,4 +1,4 @@
-"""What ``jsparse bench network`` compares: a row for each."""
+"""The forms of synchronisation that ``jsparse bench network`` compares."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -13,10 +13,10 @@ class Form(NamedTuple):
     """One way to synchronise.
 
     Attributes:
-      name: its.
-      make: of a comm (two for ``levels``), with ``density=``.
-      dense_update: whether the mean is made dense where it could stay sparse.
-      levels: whether it takes two levels, of hosts and of pairs of hosts.
+      name: its name in the table.
+      make: makes the transformation. It takes a comm (two comms for ``levels``) and ``density=``.
+      dense_update: make the mean dense where it could stay sparse.
+      levels: whether ``make`` takes two levels: pairs of hosts, and the hosts of a pair.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 
 def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any] | None = None, **options: Any):
-    """A preset with options, and a selector of its density."""
+    """A form's ``make``: a preset with these options, and a selector of the form's density."""
 
     def form(*comms: Any, density: float) -> SparseAllReduce:
         chosen = {} if selector is None else {"select": selector(density)}
@@ -36,7 +36,10 @@ def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any
 
 
 def float16(split: bool | Literal["ring"]):
-    """Casts to float16, as DDP's hook does: with ``"ring"`` sums on their way, too."""
+    """A form's ``make``: casts gradients to float16, as DDP's hook does.
+
+    With ``split="ring"`` partial sums are cast, too.
+    """
 
     def form(comm: Any, density: float) -> SparseAllReduce:
         return _dense_presets.quantized(comm, quantize=quantize.Float16(), split=split, error_feedback=False)

@@ -1,8 +1,10 @@
 """Hosts on one machine, joined by links of a given rate.
 
-A host is a process that holds namespaces: of network, mounts, names and processes. They have no name outside, so that
-the kernel takes everything down with that process: links, shaping, mounts and whatever still runs there. And that
-process ends when ours does, in whatever way: its input is a pipe from us, and the kernel kills it when its parent dies.
+A host is a process that holds its own namespaces for network, mounts, host name and processes.
+The namespaces have no name outside it, so the kernel removes everything when that process ends:
+links, shaping, mounts, and all processes that still run there. The host's process ends with this
+one in any case: its input is a pipe from this process, and the kernel kills it when its parent
+dies.
 """
 
 import contextlib
@@ -20,10 +22,11 @@ from typing import Any, NamedTuple
 
 INTERFACE = "eth0"
 JAX_PORT, TORCH_PORT = 12321, 12322
-# New memory in huge pages, and freed memory kept: every step takes as much again.
+# glibc takes memory in huge pages and keeps freed memory, because every step takes as much again.
 MALLOC = ":".join(f"glibc.malloc.{x}" for x in ("hugetlb=1", "mmap_max=0", "trim_threshold=1099511627776"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
-# Held once all of the namespaces are made; ends, and they with it, when its input does.
+# Runs in a host once its namespaces are made; it ends, and the namespaces with it, when its input
+# ends.
 HOLD = """set -e
 mount -t sysfs sysfs /sys 2>/dev/null || true
 for scope in all default; do echo 1 2>/dev/null >/proc/sys/net/ipv6/conf/$scope/disable_ipv6 || true; done
@@ -35,19 +38,20 @@ rm "$hosts"
 echo ready
 exec cat"""
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
-# Bytes that a link may send at once: a millisecond's, and at least a piece of 64 KiB as Linux hands it over.
+# A link may send the bytes of one millisecond at once, and at least these: Linux hands over
+# pieces of 64 KiB.
 LEAST_BURST = 80_000
 
 
 class Counters(NamedTuple):
-    """What a host's interface has counted: bytes, headers included."""
+    """The bytes that a host's interface has counted, headers included."""
 
     sent: int
     received: int
 
 
 def bits_per_second(rate: str) -> float:
-    """Of a rate as ``tc`` writes it.
+    """The bits per second of a rate in the notation of ``tc``.
 
     >>> bits_per_second("2.5gbit")
     2500000000.0
@@ -59,7 +63,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def share_of(cores: Sequence[int], rank: int, hosts: int) -> Sequence[int]:
-    """The cores of one of several hosts: its own part of them, or one that it shares with others.
+    """The cores of one host: its own part of all cores, or a core that it shares with other hosts.
 
     >>> share_of([0, 1, 2, 3, 4], 0, 2), share_of([0, 1], 2, 4)
     ([0, 2, 4], [0])
@@ -68,19 +72,21 @@ def share_of(cores: Sequence[int], rank: int, hosts: int) -> Sequence[int]:
 
 
 class Network:
-    """Hosts with a link each to one switch; a context manager.
+    """A context manager for hosts that each have a link to one switch.
 
-    Each host has its own network, with one interface, its own name and list of hosts, so that libraries that bind to
-    what their host's name resolves to find the right address, and its own process numbers. Files are those of this
-    machine; its cores are shared out. Nothing leads outside.
+    Each host has its own network with one interface, its own process numbers, its own name, and
+    its own list of hosts. So libraries that bind to the address of their host's name find the
+    right one. The files are those of this machine, and the hosts share out its cores. No link
+    leads outside.
 
     Args:
-      hosts: how many.
+      hosts: how many, from 1 to 250.
       rate: of each link, in either direction, such as ``"1gbit"``.
-      latency: of each link, such as ``"500us"``, one way; None for what this machine takes.
+      latency: of each link, one way, such as ``"500us"``; None to add no latency.
 
     Raises:
-      ValueError: not Linux, not root, a tool is missing, or the kernel cannot do it.
+      ValueError: an argument is out of range, this is not Linux or not root, a tool is missing, or
+        the kernel lacks a feature.
     """
 
     def __init__(self, hosts: int, rate: str, latency: str | None = None):
@@ -106,7 +112,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Ends all that runs on the hosts, and takes them down."""
+        """Ends all processes on the hosts, and removes the hosts."""
         for process in self._started:
             _kill(process)
         for holder in self._holders:
@@ -120,15 +126,18 @@ class Network:
         self._holders, self._started = [], []
 
     def address(self, rank: int) -> str:
+        """A host's IP address."""
         return f"10.0.0.{rank + 1}"
 
     def name(self, rank: int) -> str:
+        """A host's name."""
         return f"host{rank}"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What tells a program which of how many it is and where the first one listens: for JAX, and for PyTorch.
+        """The environment variables that tell a program its rank, the size, and host 0's address.
 
-        And has glibc keep memory (:data:`MALLOC`), where nothing else is asked of it.
+        They are those of JAX and of PyTorch. Where ``GLIBC_TUNABLES`` is not set, :data:`MALLOC`
+        is added.
         """
         first = self.address(0)
         return {
@@ -146,12 +155,13 @@ class Network:
         }
 
     def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a command on a host, in the current directory; with options of ``subprocess.Popen``."""
+        """Starts a command on a host, in the current directory; takes ``Popen``'s options."""
         environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
-        # Entering the mounts leaves the current directory.
+        # To enter the mount namespace is to leave the current directory, so the shell returns to
+        # it.
         change = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
         cores = os.sched_getaffinity(0)
-        # What is started inherits them.
+        # The new process inherits the cores that this one may use.
         os.sched_setaffinity(0, share_of(sorted(cores), rank, self.hosts))
         try:
             process = subprocess.Popen(
@@ -167,7 +177,10 @@ class Network:
         return process
 
     def counters(self, rank: int) -> Counters:
-        """What its interface has counted so far (``/sys/class/net/*/statistics``, from outside)."""
+        """What a host's interface has counted so far.
+
+        The numbers are those of ``/sys/class/net/*/statistics`` on the host, read from outside it.
+        """
         lines = pathlib.Path(f"/proc/{self._holders[rank].pid}/net/dev").read_text().splitlines()
         fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
         return Counters(sent=int(fields[8]), received=int(fields[0]))
@@ -201,7 +214,8 @@ class Network:
                 "link set lo up",
             ]
             _configure(holder, "ip", here)
-            # As Linux does by default, whatever this machine does; few kernels lack it.
+            # CUBIC is Linux's default for congestion control, but this machine may have another;
+            # few kernels lack it.
             route = f"dev {INTERFACE} proto kernel scope link src {self.address(rank)}"
             with contextlib.suppress(ValueError):
                 _configure(holder, "ip", [f"route change 10.0.0.0/24 {route} congctl cubic"])
@@ -218,7 +232,7 @@ class Network:
             _configure(holder, "tc", [delay])
         except ValueError as error:
             raise ValueError(
-                f"this kernel cannot delay packets, which takes sch_netem; leave the latency out ({error})"
+                f"this kernel cannot delay packets, because it lacks sch_netem; leave the latency out ({error})"
             ) from None
         _configure(holder, "tc", [f"qdisc replace dev {interface} parent 1:1 handle 10: {shape}"])
 
@@ -228,24 +242,29 @@ class Network:
 
 
 def check_able() -> None:
-    """Refuses where hosts cannot be made, and says what they need."""
+    """Checks that this machine can make hosts.
+
+    Raises:
+      ValueError: this is not Linux, a tool is missing, or the process is not root.
+    """
     missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool, path=_path()) is None]
     if not sys.platform.startswith("linux") or missing:
         raise ValueError(f"hosts on one machine need Linux, and these tools: {', '.join(missing or TOOLS)}")
     if os.geteuid() != 0:
         raise ValueError(
-            "hosts on one machine need root, for namespaces of their own: run this under sudo, or, where the system "
+            "hosts on one machine need root, to make their namespaces: run this under sudo, or, where the system "
             "lets users make namespaces, under unshare --user --map-root-user"
         )
 
 
 def run_everywhere(network: Network, command: Sequence[str]) -> list[int]:
-    """Runs a command on every host, and shows what each writes, its number before each line.
+    """Runs a command on every host, and prints what each writes, each line after the host's rank.
 
-    When one fails, the others, which may wait for it for ever, are ended.
+    When the command fails on one host, it is ended on the others, which might wait for that host
+    for ever.
 
     Returns:
-      Exit statuses, as ``subprocess`` has them: negative for a signal.
+      The exit statuses, in the notation of ``subprocess``: negative for a signal.
     """
     lock = threading.Lock()
 
@@ -266,13 +285,13 @@ def run_everywhere(network: Network, command: Sequence[str]) -> list[int]:
         reader.start()
     wait_for_all(processes)
     for reader in readers:
-        # What still runs in the background has the pipe open.
+        # A process that still runs in the background keeps the pipe open.
         reader.join(timeout=1)
     return [process.returncode for process in processes]
 
 
 def wait_for_all(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Waits until all have ended; ends the others once one has failed."""
+    """Waits until all processes have ended; kills the others when one has failed."""
     while None in [process.poll() for process in processes]:
         if any(process.returncode for process in processes):
             time.sleep(1)
@@ -282,6 +301,12 @@ def wait_for_all(processes: Sequence["subprocess.Popen[str]"]) -> None:
 
 
 def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
+    """Starts the process that holds a host's namespaces.
+
+    Args:
+      name: the host's name.
+      hosts: the lines of its ``/etc/hosts``.
+    """
     namespaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "sh", "-c", HOLD],
@@ -295,7 +320,7 @@ def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
 
 
 def _configure(holder: "subprocess.Popen[str]", tool: str, lines: Sequence[str]) -> None:
-    """Runs lines of ``ip`` or ``tc`` in a holder's network."""
+    """Runs lines of ``ip`` or ``tc`` in the network that a process holds."""
     done = subprocess.run(
         ["nsenter", f"--net=/proc/{holder.pid}/ns/net", tool, "-batch", "-"],
         input="\n".join(lines),
@@ -314,5 +339,5 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 
 
 def _path() -> str:
-    """Where administrators' tools are, too: a plain user's path often leaves that out."""
+    """The PATH with the directories of administrators' tools, which a plain user's often lacks."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])

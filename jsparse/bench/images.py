@@ -1,4 +1,4 @@
-"""Image data sets: scikit-learn's bundled digits, and MNIST and CIFAR-10 in their standard files."""
+"""Image data sets: scikit-learn's digits, and MNIST and CIFAR-10 in their standard files."""
 
 import gzip
 import pathlib
@@ -8,7 +8,11 @@ import numpy as np
 
 
 class Images(NamedTuple):
-    """Images, float32 of shape ``(count, height, width, channels)`` in [0, 1]; labels, int32 of shape ``(count,)``."""
+    """Training and test images with their labels.
+
+    Images are float32 in [0, 1], of shape ``(count, height, width, channels)``; labels are int32,
+    of shape ``(count,)``.
+    """
 
     train_x: np.ndarray
     train_y: np.ndarray
@@ -16,21 +20,22 @@ class Images(NamedTuple):
     test_y: np.ndarray
 
 
-def load(name: str, directory: pathlib.Path | None = None) -> Images:
+def load_images(name: str, directory: pathlib.Path | None = None) -> Images:
     """Loads a data set.
 
     Args:
       name: ``"digits"``, ``"mnist"`` or ``"cifar10"``.
-      directory: where the files are: MNIST's four idx files (``train-images-idx3-ubyte`` and so on, gzipped or not),
-        CIFAR-10's binary version (``data_batch_1.bin`` to ``5``, ``test_batch.bin``). Digits need none.
+      directory: where the files are: MNIST's four idx files (``train-images-idx3-ubyte`` and so
+        on, gzipped or not), or CIFAR-10's binary version (``data_batch_1.bin`` to
+        ``data_batch_5.bin`` and ``test_batch.bin``). The digits need no directory.
 
     Raises:
-      ValueError: the directory is missing, lacks a file, or a file is not what it should be.
+      ValueError: the directory or a file in it is missing, or a file has the wrong format.
     """
     if name == "digits":
         return _digits()
     if directory is None:
-        raise ValueError(f"{name} is read from files: say where they are with --data-dir")
+        raise ValueError(f"{name} is read from files: name their directory with --data-dir")
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: point --data-dir at {name}'s files")
     return {"mnist": _mnist, "cifar10": _cifar10}[name](directory)
@@ -63,7 +68,10 @@ def _mnist(directory: pathlib.Path) -> Images:
 
 
 def _idx(directory: pathlib.Path, name: str) -> np.ndarray:
-    """Reads an idx file of unsigned bytes: a magic number, the lengths of the axes (big-endian), the bytes."""
+    """Reads an idx file of unsigned bytes.
+
+    The file holds a magic number, the lengths of the axes (big-endian), and the bytes.
+    """
     plain, zipped = directory / name, directory / f"{name}.gz"
     if plain.exists():
         raw = plain.read_bytes()
@@ -81,7 +89,10 @@ def _idx(directory: pathlib.Path, name: str) -> np.ndarray:
 
 
 def _cifar10(directory: pathlib.Path) -> Images:
-    """Reads the binary version: records of one label byte and 3,072 pixel bytes, planes of red, green and blue."""
+    """Reads the binary version.
+
+    A record is one label byte and 3,072 pixel bytes: a plane of red, one of green and one of blue.
+    """
 
     def batches(names: list[str]) -> tuple[np.ndarray, np.ndarray]:
         records = []

@@ -1,4 +1,4 @@
-"""Nets that the papers train, in Flax."""
+"""The papers' nets, in Flax."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 from flax import nnx
 
-# Channels of VGG-16's convolutions; 0 halves the image.
+# Channels of VGG-16's convolutions; 0 stands for a pooling that halves the image.
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
 CLASSES = 10
 
@@ -28,7 +28,10 @@ class Dense(nnx.Module):
 
 
 class Vgg16(nnx.Module):
-    """VGG-16 for images of 32 x 32, as the papers have it, but without batch normalisation: 14,719,818 parameters."""
+    """VGG-16 for images of 32 x 32, as in the papers but without batch normalisation.
+
+    It has 14,719,818 parameters.
+    """
 
     def __init__(self, shape: Sequence[int], rngs: nnx.Rngs):
         channels = [shape[-1], *(c for c in VGG16 if c)]
@@ -45,7 +48,8 @@ class Vgg16(nnx.Module):
         return self.last(x.reshape(x.shape[0], -1))
 
 
-# The thesis's for MNIST has two hidden layers of 4,096: 20,037,642 parameters.
+# The functions take the images' shape, the dense net's width, and random number generators. The
+# SparCML thesis's net for MNIST is the dense one of width 4,096: 20,037,642 parameters.
 NETS: dict[str, Callable[[Sequence[int], int, nnx.Rngs], nnx.Module]] = {
     "dense": lambda shape, width, rngs: Dense(shape, (width, width), rngs),
     "vgg16": lambda shape, width, rngs: Vgg16(shape, rngs),

@@ -1,40 +1,42 @@
-"""``jsparse bench network``: what a synchronisation costs over slow links, in every form; hosts of this one machine.
+"""``jsparse bench network``: times one synchronisation over slow links, in every form.
 
-Each host is a process with a network of its own (see ``jsparse network --help``). Forms are measured one after the
-other; of each, the median of some steps that all hosts begin together, by the slowest host.
+The hosts are processes of this machine, each with a network of its own, like those of ``jsparse
+network``. The forms are measured one after the other. All hosts begin each step together, and a
+step's time is that of the slowest host; the table shows the median of some steps.
 
-selection: accumulating and selecting, by itself on every host at once. The whole of the computing is measured likewise,
-by a program in which what a host sends comes back to it at once: the part of it that is not selection is the rest. What
-the synchronisation takes beyond its computing is communication, which includes waiting for the cores that the hosts
-share. floor: the bytes of the busiest host over the rate, without which nothing can do.
+The time of a synchronisation has three parts. Two programs without the network measure them, on
+all hosts at once:
 
-Where PyTorch is installed, its gloo all-reduce, its float16 hook, top-k with an all-gather, and PowerSGD of rank 4 are
-measured in the same run. Needs Linux and root.
+- selection: accumulation and selection, measured by the first program.
+- rest: all other computation. The second program does all the computation of a synchronisation:
+  what a host sends comes back to it at once. The rest is its time without the selection.
+- communication: the time of the synchronisation without its computation. It includes waiting for
+  the cores that the hosts share.
+
+The floor is the busiest host's bytes over the link's rate: no synchronisation of these bytes can
+be faster.
+
+Where PyTorch is installed, its gloo all-reduce, its float16 hook, top-k with an all-gather, and
+PowerSGD of rank 4 are measured in the same run. Needs Linux and root.
 """
 
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import pathlib
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 from typing import Any
 
 import jax
 import rich.console
-import rich.progress
 import rich.table
 
 from .._vector.density import check_density, elements_kept
-from ..cli.plan import whole_number
+from .command import add_output_options, output, progress_bar, pyplot, whole_number
 from .forms import FORMS
-from .hosts import Network, bits_per_second, wait_for_all
-from .job import REPORT, Job
-from .output import put_out, pyplot
+from .hosts import Network, bits_per_second
+from .job import Job
+from .reports import run_workers, slowest
 from .torch_worker import TORCH_FORMS
 
 PARTS = ("selection", "rest", "communication")
@@ -43,29 +45,38 @@ PARTS = ("selection", "rest", "communication")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "network",
-        help="time a synchronisation over slow links, in every form",
+        help="time one synchronisation over slow links, in every form",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="how many (default 4)")
+    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
     parser.add_argument(
-        "--rate", nargs="+", default=["1gbit"], help="of each link, either way: one or several (default 1gbit)"
+        "--rate",
+        nargs="+",
+        default=["1gbit"],
+        help="rates of the links, in either direction, such as 100mbit; measured one after the other (default 1gbit)",
     )
-    parser.add_argument("--size", type=whole_number, default=14_728_266, metavar="N", help="n (default 14728266)")
+    parser.add_argument(
+        "--size", type=whole_number, default=14_728_266, metavar="N", help="n, the gradient's length (default 14728266)"
+    )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps of each form (default 9)")
     parser.add_argument(
-        "--form", action="append", metavar="NAME", help="measure this one (beside dense); may be given again"
+        "--repeats", type=int, default=9, help="timed steps of each form (default 9; fewer for slow ones)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the times there")
+    parser.add_argument(
+        "--form", action="append", metavar="NAME", help="measure this form, beside dense; repeatable (default: all)"
+    )
+    add_output_options(parser, plot="the times")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     check_density(args.density)
     if args.hosts < 2 or args.size < 1 or args.repeats < 1:
-        raise ValueError("--hosts is at least 2, --size and --repeats are at least 1")
+        raise ValueError(
+            f"--hosts is {args.hosts}, --size {args.size} and --repeats {args.repeats}; "
+            "--hosts is at least 2, --size and --repeats are at least 1"
+        )
     names = [form.name for form in FORMS] + list(TORCH_FORMS)
     unknown = [name for name in args.form or () if name not in names]
     if unknown:
@@ -74,10 +85,11 @@ def run(args: argparse.Namespace) -> None:
         bits_per_second(rate)
     forms = None if args.form is None else ("dense", *args.form)
     job = Job(args.hosts, args.size, args.density, tuple(args.rate), args.repeats, forms)
-    put_out(args, {**describe(job), "forms": measure(job)}, show, draw_times)
+    output(args, {**describe(job), "forms": measure(job)}, show, draw_times)
 
 
 def describe(job: Job) -> dict[str, Any]:
+    """The figures that say what was measured: the job, and the versions of JAX and PyTorch."""
     return {
         "hosts": job.hosts,
         "size": job.size,
@@ -91,87 +103,33 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
-    """Runs the job, and returns the figures of every form at every rate."""
-    jobs = [("jsparse.bench.worker", job)]
+    """Runs the job on as many hosts, and returns the figures of every form at every rate."""
+    modules = ["jsparse.bench.network_worker"]
     if importlib.util.find_spec("torch") and any(job.wants(name) for name in TORCH_FORMS):
-        jobs.append(("jsparse.bench.torch_worker", job))
+        modules.append("jsparse.bench.torch_worker")
     total = len(job.rates) * sum(job.wants(name) for name in [*(form.name for form in FORMS), *TORCH_FORMS])
-    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
     reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
     with (
         Network(job.hosts, job.rates[0]) as network,
-        rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as progress,
+        progress_bar() as progress,
     ):
         task = progress.add_task("starting", total=total)
 
         def heard(report: dict[str, Any]) -> None:
             progress.update(task, description=report["name"], advance=1)
 
-        for module, todo in jobs:
-            for told, more in zip(reports, work(network, module, todo, heard), strict=True):
+        for module in modules:
+            for told, more in zip(reports, run_workers(network, module, job, heard), strict=True):
                 told.extend(more)
     return combine(job, reports)
 
 
-def work(network: Network, module: str, job: Job, heard: Any) -> list[list[dict[str, Any]]]:
-    """Runs a worker on every host: what each reports."""
-    with tempfile.TemporaryFile("w+") as errors:
-        processes = [
-            network.start(
-                rank,
-                [sys.executable, "-m", module, job.written()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
-            for rank in range(network.hosts)
-        ]
-        reports: list[list[dict[str, Any]]] = [[] for _ in processes]
-
-        failures: list[Exception] = []
-
-        def listen(rank: int, process: Any) -> None:
-            try:
-                for line in process.stdout:
-                    if line.startswith(REPORT):
-                        hear(rank, process, json.loads(line.removeprefix(REPORT)))
-            except Exception as error:
-                failures.append(error)
-                process.kill()
-
-        def hear(rank: int, process: Any, report: dict[str, Any]) -> None:
-            if "ask" in report:
-                network.set_rate(report["ask"])
-                process.stdin.write("\n")
-                process.stdin.flush()
-                return
-            reports[rank].append(report)
-            if rank == 0:
-                heard(report)
-
-        listeners = [
-            threading.Thread(target=listen, args=(rank, process), daemon=True) for rank, process in enumerate(processes)
-        ]
-        for listener in listeners:
-            listener.start()
-        wait_for_all(processes)
-        for listener in listeners:
-            listener.join(timeout=5)
-        if failures:
-            raise failures[0]
-        if any(process.returncode for process in processes):
-            errors.seek(0)
-            lines = errors.read().splitlines()
-            raise ValueError("a worker failed:\n" + "\n".join(lines[-30:]))
-    return reports
-
-
 def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The figures of each form at each rate, of what all hosts tell of it.
+    """Combines the reports of all hosts into the figures of each form at each rate.
 
     Args:
       job: the job.
-      reports: of each host, in the same order.
+      reports: the reports of each host, in the same order on all.
     """
     results: list[dict[str, Any]] = []
     for told in zip(*reports, strict=True):
@@ -209,20 +167,15 @@ def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any
     return results
 
 
-def slowest(told: tuple[dict[str, Any], ...], what: str) -> list[float]:
-    """Of each step the time of the host that took longest."""
-    return [max(times) for times in zip(*(report[what] for report in told), strict=True)]
-
-
 def show(figures: dict[str, Any]) -> None:
     """Prints a table for every rate."""
     for rate in figures["rates"]:
         table = rich.table.Table(
             title=f"{figures['hosts']} hosts at {rate}, n = {figures['size']:,}, k = {figures['k']:,}; jax "
             f"{figures['jax']}" + (f", torch {figures['torch']}" if figures["torch"] else ""),
-            caption="ms: median of a synchronisation, and of its parts. over dense: how many times faster. MB: sent by "
-            "a host, by its interface and as jsparse states it. floor: ms that the bytes alone take. memory: "
-            "temporary, over the gradient's.",
+            caption="ms: median time of a synchronisation and of its parts. over dense: times as fast as dense. floor: "
+            "ms that the bytes alone take. MB: sent by a host as its interface counts them, and as jsparse states "
+            "them. memory: temporary memory over the gradient's own.",
         )
         table.add_column("form")
         for name in ("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"):
@@ -247,7 +200,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws a bar for each form, in its parts, and its floor; a panel for each rate."""
+    """Draws each form's time as a bar of its parts, and its floor; one panel for each rate."""
     plt = pyplot()
     count = len(figures["rates"])
     names = list(dict.fromkeys(result["name"] for result in figures["forms"]))
@@ -262,12 +215,13 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
             widths = [result.get(f"{part}_ms", 0.0) for result in ordered]
             axes.barh(labels, widths, left=begin, color=f"C{number}", label=part)
             begin = [b + w for b, w in zip(begin, widths, strict=True)]
-        # PyTorch's, whose parts are not told apart; and what noise has made shorter than its computing.
+        # PyTorch's forms have no parts. A form's computation alone can take longer than the
+        # whole, by noise.
         ends = [max(result["median_ms"], b) for result, b in zip(ordered, begin, strict=True)]
         rest = [end - b for end, b in zip(ends, begin, strict=True)]
         axes.barh(labels, rest, left=begin, color="0.6", label="not told apart")
         axes.plot([result["floor_ms"] for result in ordered], labels, "|k", markersize=9, label="floor")
-        # The longest would leave the others no room: they are cut off.
+        # The longest bars are cut off, so that the others can be told apart.
         limit = 1.15 * sorted(result["median_ms"] for result in ordered)[-1 - len(ordered) // 5]
         for label, end, result in zip(labels, ends, ordered, strict=True):
             text, cut = f"{result['median_ms']:,.0f}", end > limit

@@ -1,8 +1,13 @@
-"""``jsparse bench pto``: what all workers compute alike, by each of them and in parts, on ResNet-50's 161 layers.
+"""``jsparse bench pto``: times replicated computation, done whole by every worker and in parts.
 
-Two times are taken. *Together*: all workers at once, gathering included; where they are virtual devices of one
-processor they share its cores, so that this measures work saved in all. *Alone*: worker 0 by itself on one device,
-without a network, so that this measures what a worker of a real cluster no longer computes.
+Replicated computation gives the same result on all workers, such as an optimizer's update after
+the all-reduce. Here it is that of ResNet-50's 161 parameter arrays: LARS's trust ratios, LARS,
+and Adam. In parts, each worker computes its share and an all-gather collects the results (PTO,
+the parallel tensor operator).
+
+Two times are taken. *Together*: all workers at once, with the all-gather. Virtual devices of one
+processor share its cores, so this time shows the work saved in total. *Alone*: worker 0 by itself
+on one device, without a network. This time shows the work saved on a worker of a real cluster.
 """
 
 import argparse
@@ -10,7 +15,6 @@ import contextlib
 import functools
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.console
-import rich.progress
 import rich.table
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -30,17 +33,20 @@ from .._share.sharded import sharded
 from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
-from .output import put_out, pyplot
+from .command import add_output_options, output, progress_bar, pyplot
 
 AXIS = "workers"
 ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
 
 
 def resnet50(width: int = 64) -> list[tuple[int, ...]]:
-    """The shapes of its 161 parameters: 53 convolutions with scale and bias each, and the classifier.
+    """The shapes of ResNet-50's 161 parameter arrays.
+
+    They are those of 53 convolutions, each with a scale and a bias, and of the classifier.
 
     Args:
-      width: channels of the first stage: 64; fewer for a narrower net of as many layers.
+      width: channels of the first stage, 64 in ResNet-50; fewer make a narrower net of as many
+        layers.
     """
 
     def convolution(size, inputs, outputs):
@@ -58,12 +64,12 @@ def resnet50(width: int = 64) -> list[tuple[int, ...]]:
 
 
 class Form(NamedTuple):
-    """One way to do something.
+    """One way to do a task.
 
     Attributes:
-      task: what.
-      name: in which way.
-      init: makes the state of the parameters.
+      task: the task's name.
+      name: the way's name.
+      init: makes the state from the parameters.
       run: ``(grads, state, params) -> (result, state)``.
     """
 
@@ -74,7 +80,11 @@ class Form(NamedTuple):
 
 
 def tasks(comm: Any) -> list[list[Form]]:
-    """What is compared: of each task first how every worker does all of it."""
+    """The forms of each task; in the first form every worker does the whole task.
+
+    Args:
+      comm: the workers.
+    """
 
     def ratios(comm, grads, state, params):
         sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
@@ -101,26 +111,33 @@ def tasks(comm: Any) -> list[list[Form]]:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "pto",
-        help="time LARS's trust ratios, LARS and Adam, computed by every worker and in parts",
+        help="time trust ratios, LARS and Adam, done whole by every worker and in parts",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, default=8, help="P (default 8): virtual devices, if there are no more")
-    parser.add_argument("--width", type=int, default=64, help="channels of the first stage (default 64: ResNet-50)")
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each form, one after the other in turn")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the times there")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="P (default 8); virtual devices where there are too few real ones"
+    )
+    parser.add_argument(
+        "--width", type=int, default=64, help="channels of the first stage (default 64, as in ResNet-50)"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
+    add_output_options(parser, plot="the times")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     if args.workers < 1 or args.width < 1 or args.repeats < 1:
-        raise ValueError("--workers, --width and --repeats are at least 1")
-    with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+        raise ValueError(
+            f"--workers is {args.workers}, --width {args.width} and --repeats {args.repeats}; they are at least 1"
+        )
+    with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", args.workers)
     devices = jax.devices() if len(jax.devices()) >= args.workers else jax.devices("cpu")
     if len(devices) < args.workers:
-        raise ValueError(f"{args.workers} workers need as many devices; this process has {len(devices)}")
+        raise ValueError(
+            f"{args.workers} workers need as many devices; this process has {len(devices)}: lower --workers"
+        )
     shapes = resnet50(args.width)
     figures = {
         "workers": args.workers,
@@ -130,11 +147,16 @@ def run(args: argparse.Namespace) -> None:
         "jax": jax.__version__,
         "forms": measure(devices[: args.workers], shapes, args.repeats),
     }
-    put_out(args, figures, show, draw_times)
+    output(args, figures, show, draw_times)
 
 
 class Program:
-    """A compiled form with its arguments; its state is donated from run to run."""
+    """A compiled form with its arguments; each call runs it once, on the state of the last call.
+
+    Attributes:
+      state_bytes: size of the state; of the global arrays where all workers run together.
+      sent: what a worker sends in one run.
+    """
 
     def __init__(self, fn: Callable[..., Any], grads: Any, state: Any, params: Any):
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -149,12 +171,13 @@ class Program:
 
 
 def drawn(shapes: list[tuple[int, ...]], place: Any) -> list[list[jax.Array]]:
-    """Random gradients and parameters."""
+    """Random gradients and parameters of these shapes, on a device or sharding."""
     rng = np.random.default_rng(0)
     return [[jax.device_put(rng.standard_normal(s, np.float32), place) for s in shapes] for _ in range(2)]
 
 
 def all_together(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) -> Program:
+    """The form on all workers, a device each."""
     mesh = Mesh(np.array(devices), (AXIS,))
     grads, params = drawn(shapes, NamedSharding(mesh, ON_ALL))
     found = []
@@ -170,16 +193,25 @@ def all_together(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) 
 
 
 def one_alone(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) -> Program:
+    """The form on worker 0, without the others."""
     grads, params = drawn(shapes, devices[0])
     return Program(form.run, grads, jax.jit(form.init)(params), params)
 
 
 def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> list[dict[str, Any]]:
-    """Times the forms of every task in turn, together and alone."""
+    """Times the forms of every task in turn, together and alone.
+
+    Args:
+      devices: a device for each worker.
+      shapes: the parameters' shapes.
+      repeats: timed runs of each form.
+
+    Returns:
+      The figures of each form.
+    """
     results: list[dict[str, Any]] = []
     kinds = ((all_together, tasks(AxisComm(AXIS))), (one_alone, tasks(Alone(len(devices)))))
-    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
-    with rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("timing", total=repeats * 2 * sum(map(len, kinds[0][1])))
         for i, compared in enumerate(kinds[0][1]):
             found: list[dict[str, Any]] = [{"task": form.task, "name": form.name} for form in compared]
@@ -210,10 +242,10 @@ def show(figures: dict[str, Any]) -> None:
         title=f"{figures['layers']} layers, {figures['parameters']:,} parameters, {figures['workers']} workers; "
         f"{figures['device']}, jax {figures['jax']}",
         caption="together: all workers at once on this machine. alone: worker 0 on one device, without a network. "
-        "faster: than where every worker does all. words, messages, state: a worker's.",
+        "faster: times as fast as where every worker does all of it. words, messages, state: of one worker.",
     )
-    table.add_column("what", no_wrap=True)
-    table.add_column("how", no_wrap=True)
+    table.add_column("task", no_wrap=True)
+    table.add_column("form", no_wrap=True)
     for name in ("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"):
         table.add_column(name, justify="right")
     for form in figures["forms"]:
@@ -234,7 +266,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws two bars for each form, together and alone."""
+    """Draws the median times of each form, together and alone."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
     names = [f"{form['task']}, {form['name']}" for form in figures["forms"]]

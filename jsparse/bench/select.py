@@ -1,10 +1,9 @@
-"""``jsparse bench select``: how long selection takes, and what it finds, beside what JAX offers."""
+"""``jsparse bench select``: times the selectors beside JAX's own, and counts what they select."""
 
 import argparse
 import functools
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.progress
 import rich.table
 from jax import lax
 
@@ -21,19 +19,18 @@ import kernels_pallas
 
 from .. import select
 from .._vector.density import check_density, elements_kept
-from .gradient import digits_gradient
-from .output import put_out, pyplot
-
-DISTRIBUTIONS = ("gaussian", "heavy", "layered", "periodic", "ties", "digits")
+from .command import add_output_options, output, progress_bar, pyplot
+from .gradients import DISTRIBUTIONS, draw
 
 
 class Form(NamedTuple):
     """One way to select.
 
     Attributes:
-      name: as it is called.
-      task: what it does, so that like is compared with like.
-      run: a function of the vector, a threshold and a step that returns ``(indices, count)`` or a threshold.
+      name: its name in the table.
+      task: what it selects; compare only forms of the same task.
+      run: a function of the vector, a threshold and the step's number. It returns
+        ``(indices, count)``, or a single number.
     """
 
     name: str
@@ -47,25 +44,27 @@ def add_parser(commands: Any) -> None:
         help="time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero",
         description=__doc__,
     )
-    parser.add_argument("--size", type=int, default=14_728_266, help="n, elements (default: VGG-16's parameters)")
+    parser.add_argument(
+        "--size", type=int, default=14_728_266, help="n, the vector's length (default: that of VGG-16's gradient)"
+    )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
         "--distribution",
         choices=DISTRIBUTIONS,
         default="gaussian",
-        help="of the values; digits: a net's gradient on scikit-learn's digits, of about n parameters",
+        help="distribution of the values (default gaussian); digits: the gradient of a net of about n "
+        "parameters on scikit-learn's digits",
     )
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each form, one after the other in turn")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the times there")
+    parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
+    add_output_options(parser, plot="the times")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     check_density(args.density)
     if args.size < 1 or args.repeats < 1:
-        raise ValueError("--size and --repeats are at least 1")
+        raise ValueError(f"--size is {args.size} and --repeats {args.repeats}; they are at least 1")
     x = jnp.asarray(draw(args.distribution, args.size, args.seed))
     k = elements_kept(args.density, x.shape[0])
     results = measure(x, k, args.density, args.repeats)
@@ -77,30 +76,17 @@ def run(args: argparse.Namespace) -> None:
         "jax": jax.__version__,
         "forms": results,
     }
-    put_out(args, figures, show, draw_times)
-
-
-def draw(distribution: str, n: int, seed: int) -> np.ndarray:
-    """A vector of float32 to select from, of n elements; a gradient, of at most n."""
-    if distribution == "digits":
-        return digits_gradient(n, seed)
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(n, np.float32)
-    match distribution:
-        case "heavy":
-            return x / np.sqrt(rng.standard_gamma(1.0, n, np.float32) + np.float32(1e-6))
-        case "layered":
-            scale = np.exp(rng.normal(0, 2, 64)).astype(np.float32)
-            return x * np.repeat(scale, -(-n // 64))[:n]
-        case "periodic":
-            return x * (np.arange(n) % 256 < 3) + np.float32(1e-3) * x
-        case "ties":
-            return np.round(8 * x).astype(np.float32)
-    return x
+    output(args, figures, show, draw_times)
 
 
 def forms(n: int, k: int, density: float) -> list[Form]:
-    """What is compared."""
+    """The forms that are compared.
+
+    Args:
+      n: the vector's length.
+      k: how many elements to select.
+      density: k / n, for the selectors.
+    """
 
     def jax_top_k(top_k):
         def run(x, threshold, step):
@@ -114,7 +100,7 @@ def forms(n: int, k: int, density: float) -> list[Form]:
 
     def selector(select):
         def run(x, threshold, step):
-            # As in the middle of a run: with the threshold of the step before.
+            # As in the middle of a run: the state holds the threshold of the step before.
             state = select.init(n, x.dtype)._replace(threshold=threshold[None])
             chosen, state = select(x, state, step, jnp.int32(0))
             return chosen.indices, state.selected[0]
@@ -122,7 +108,7 @@ def forms(n: int, k: int, density: float) -> list[Form]:
         return run
 
     def fixed(x, threshold, step):
-        # Its threshold is a number, which is not known when this is compiled.
+        # FixedThreshold takes a Python number; this threshold is not known at compile time.
         chosen, state = select.fixed.take_above(x, threshold, density, step)
         return chosen.indices, state.selected[0]
 
@@ -150,7 +136,17 @@ def forms(n: int, k: int, density: float) -> list[Form]:
 
 
 def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str, Any]]:
-    """Times every form in turn, in ``repeats`` steps, and compares what each chose with the exact top-k."""
+    """Times the forms in turn, and compares each form's choice with the exact top-k.
+
+    Args:
+      x: the vector to select from.
+      k: how many elements to select.
+      density: k / n, for the selectors.
+      repeats: timed runs of each form.
+
+    Returns:
+      The figures of each form.
+    """
     n = x.shape[0]
     threshold = jax.jit(functools.partial(kernels_pallas.kth_magnitude, k=k))(x)
     exact = np.zeros(n + 1, bool)
@@ -163,8 +159,7 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
     times: list[list[float]] = [[] for _ in compared]
     counts: list[list[float]] = [[] for _ in compared]
     found: list[list[float]] = [[] for _ in compared]
-    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
-    with rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("timing", total=repeats * len(compared))
         for number in range(repeats):
             step = jnp.int32(1 + number)
@@ -204,11 +199,11 @@ def show(figures: dict[str, Any]) -> None:
     table = rich.table.Table(
         title=f"n = {figures['size']:,}, k = {figures['k']:,}, {figures['distribution']}; {figures['device']}, "
         f"jax {figures['jax']}",
-        caption="over top_k: how many times faster. in top-k: what part of the k largest it found. memory: temporary, "
-        "over the vector's own. off k: mean deviation of the count, over k.",
+        caption="over top_k: how many times as fast as lax.top_k. off k: mean deviation of the count from k, over k. "
+        "in top-k: fraction of the k largest that it selected. memory: temporary memory over the vector's own.",
     )
     table.add_column("form")
-    table.add_column("what")
+    table.add_column("selects")
     for name in ("median ms", "min to max", "over top_k", "selected / k", "off k", "in top-k", "memory"):
         table.add_column(name, justify="right")
     for form in figures["forms"]:
@@ -231,7 +226,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws one bar for each form."""
+    """Draws a bar of the median time for each form."""
     plt = pyplot()
     ordered = sorted(figures["forms"], key=lambda form: form["median_ms"])
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")

@@ -1,4 +1,4 @@
-"""One host's part in ``jsparse bench network``, by PyTorch's means: what a user of its DDP has."""
+"""A PyTorch worker of ``jsparse bench network``: measures what users of its DDP choose from."""
 
 import datetime
 import functools
@@ -10,15 +10,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._vector.density import elements_kept
-from .job import Job, Meter, ask_for_rate, gradients, tell
+from .gradients import worker_gradients
+from .job import Job
+from .reports import ask_for_rate, tell
+from .timing import Meter
 
+# The rank of PowerSGD's approximation.
 RANK = 4
+# Channels of VGG-16's convolutions.
 VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+# Steps before the timed ones.
 WARM_UP = 3
 
 
 def vgg16() -> list[tuple[int, ...]]:
-    """The parameters of VGG-16 for CIFAR-10, with batch normalisation, in PyTorch's order: 14,728,266 elements."""
+    """The parameters' shapes of VGG-16 for CIFAR-10, with batch normalisation, in PyTorch's order.
+
+    They have 14,728,266 elements.
+    """
     shapes: list[tuple[int, ...]] = []
     channels = 3
     for width in VGG16:
@@ -28,7 +37,10 @@ def vgg16() -> list[tuple[int, ...]]:
 
 
 def leaves_of(size: int) -> list[tuple[int, ...]]:
-    """VGG-16's where that is the size; else one square matrix and what is left."""
+    """Shapes of ``size`` elements in all.
+
+    They are VGG-16's where the size is VGG-16's, else a square matrix and a vector of the rest.
+    """
     shapes = vgg16()
     if sum(map(math.prod, shapes)) == size:
         return shapes
@@ -37,7 +49,10 @@ def leaves_of(size: int) -> list[tuple[int, ...]]:
 
 
 class Bucket:
-    """What a hook of DDP is given: all gradients in one bucket, so that it sends the fewest messages."""
+    """The bucket that DDP passes to a hook.
+
+    It holds all gradients, so that the hook sends the fewest messages.
+    """
 
     def __init__(self, buffer: Any, shapes: Sequence[tuple[int, ...]]):
         self._buffer, self._parts = buffer, []
@@ -64,7 +79,10 @@ class Bucket:
 
 
 class Peers:
-    """PyTorch's forms: each averages the gradient in ``buffer``, and leaves the mean there."""
+    """PyTorch's forms.
+
+    Each method returns a step that averages the gradient in ``buffer`` over the hosts, in place.
+    """
 
     def __init__(self, job: Job):
         self.torch = importlib.import_module("torch")
@@ -78,6 +96,8 @@ class Peers:
         self._residual = self.torch.zeros(0)
 
     def all_reduce(self) -> Callable[[], None]:
+        """gloo's all-reduce."""
+
         def step():
             self.dist.all_reduce(self.buffer)
             self.buffer.div_(self._job.hosts)
@@ -85,10 +105,11 @@ class Peers:
         return step
 
     def float16_hook(self) -> Callable[[], None]:
+        """DDP's hook that casts to float16."""
         return lambda: self._cast.fp16_compress_hook(None, self._bucket).wait()
 
     def top_k(self) -> Callable[[], None]:
-        """With error feedback; values and indices travel in one message."""
+        """Top-k, error feedback and an all-gather; values and indices travel in one message."""
         torch, k = self.torch, elements_kept(self._job.density, self._job.size)
         residual = torch.zeros(self._job.size)
         messages = [torch.empty(2, k, dtype=torch.int32) for _ in range(self._job.hosts)]
@@ -107,6 +128,7 @@ class Peers:
         return step
 
     def power_sgd(self) -> Callable[[], None]:
+        """DDP's PowerSGD hook."""
         state = self._power.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
         return lambda: self._power.powerSGD_hook(state, self._bucket).wait()
 
@@ -124,7 +146,7 @@ def main(text: str) -> None:
     peers = Peers(job)
     torch, dist = peers.torch, peers.dist
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    own = [torch.from_numpy(grad) for grad in gradients(job.size, dist.get_rank())]
+    own = [torch.from_numpy(grad) for grad in worker_gradients(job.size, dist.get_rank())]
 
     def agree(number: float) -> float:
         largest = torch.tensor([number], dtype=torch.float32)

@@ -1,34 +1,36 @@
-"""``jsparse bench train``: a Flax net trained over slow links, dense and sparse, by the clock; hosts of this machine.
+"""``jsparse bench train``: trains a Flax net over slow links, dense and sparse, by the clock.
 
-Each host is a process with a network of its own (see ``jsparse network --help``). All train the same net from the same
-parameters on the same batches, by SGD with momentum, one form of synchronisation after the other, until the target
-accuracy on the test images, or as many steps as are allowed. The clock runs while they train, not while they test or
-compile.
+The hosts are processes of this machine, each with a network of its own, like those of ``jsparse
+network``. They train one net by SGD with momentum, with one form of synchronisation after the
+other. Every training starts from the same parameters and sees the same batches. It ends at the
+target accuracy on the test images, or after the largest number of steps. The clock runs while the
+hosts train, not while they test or compile.
 
-computation: a step without any synchronisation; selection: accumulating and selecting; both by themselves on every
-host at once. The rest of a step is communication: messages, summing what they bring, and waiting for the cores that the
-hosts share.
+A step has three parts. The first two are measured by themselves, on all hosts at once:
 
-The net is the SparCML thesis's for MNIST, two hidden layers of 4,096, or VGG-16 for images of 32 x 32. Needs Linux,
-root and Flax.
+- computation: a step without any synchronisation.
+- selection: accumulation and selection.
+- communication: the rest of the step, which is messages, sums of what arrives, and waiting for the
+  cores that the hosts share.
+
+The net is the one that the SparCML thesis trains on MNIST, with two hidden layers of 4,096, or
+VGG-16 for images of 32 x 32. Needs Linux, root and Flax.
 """
 
 import argparse
 import importlib.util
 import pathlib
 import statistics
-import sys
 from typing import Any
 
 import rich.console
-import rich.progress
 import rich.table
 
 from .._vector.density import check_density
+from .command import add_output_options, output, progress_bar, pyplot
 from .forms import FORMS
 from .hosts import Network, bits_per_second
-from .network import slowest, work
-from .output import put_out, pyplot
+from .reports import run_workers, slowest
 
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
 PARTS = ("computation", "selection", "communication")
@@ -42,35 +44,39 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="how many (default 4)")
+    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
     parser.add_argument(
-        "--rate", nargs="+", default=["1gbit"], help="of each link, either way: one or several (default 1gbit)"
+        "--rate",
+        nargs="+",
+        default=["1gbit"],
+        help="rates of the links, in either direction, such as 100mbit; one after the other (default 1gbit)",
     )
-    parser.add_argument("--net", choices=["dense", "vgg16"], default="dense", help="what to train (default dense)")
-    parser.add_argument("--width", type=int, default=4096, help="of the dense net's hidden layers (default 4096)")
+    parser.add_argument("--net", choices=["dense", "vgg16"], default="dense", help="net to train (default dense)")
+    parser.add_argument("--width", type=int, default=4096, help="width of the dense net's hidden layers (default 4096)")
     parser.add_argument(
         "--data",
         choices=["digits", "mnist", "cifar10", "random"],
         default="digits",
-        help="images: scikit-learn's (the default), from files, or noise of 32 x 32, which has nothing to be learnt",
+        help="images: scikit-learn's digits (default), MNIST's or CIFAR-10's from files, or noise of 32 x 32, from "
+        "which there is nothing to learn",
     )
-    parser.add_argument("--data-dir", metavar="DIR", help="where MNIST's or CIFAR-10's files are")
+    parser.add_argument("--data-dir", metavar="DIR", help="directory of MNIST's or CIFAR-10's files")
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument("--batch", type=int, default=32, help="examples a host a step (default 32)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD, momentum 0.9 (default 0.05)")
-    parser.add_argument("--target", type=float, default=0.95, help="test accuracy to be reached (default 0.95)")
-    parser.add_argument("--steps", type=int, default=1000, help="at most so many (default 1000)")
+    parser.add_argument("--batch", type=int, default=32, help="examples a host and step (default 32)")
+    parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum 0.9 (default 0.05)")
+    parser.add_argument(
+        "--target", type=float, default=0.95, help="test accuracy at which training ends (default 0.95)"
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="largest number of steps (default 1000)")
     parser.add_argument("--every", type=int, default=10, help="steps from one test to the next (default 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and batches")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
     parser.add_argument(
         "--form",
         action="append",
         metavar="NAME",
-        help=f"train by this one (beside dense), as jsparse bench network names them; may be given again (default: "
-        f"{'; '.join(DEFAULT)})",
+        help=f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw them there")
+    add_output_options(parser, plot="accuracy by the clock and the parts of a step")
     parser.set_defaults(run=run)
 
 
@@ -93,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
     for rate in args.rate:
         bits_per_second(rate)
     if args.net == "vgg16" and args.data not in ("cifar10", "random"):
-        raise ValueError(f"vgg16 takes images of 32 x 32: --data cifar10 or random, not {args.data}")
+        raise ValueError(f"vgg16 takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
     job = TrainJob(
         hosts=args.hosts,
         density=args.density,
@@ -113,29 +119,31 @@ def run(args: argparse.Namespace) -> None:
     )
     count = len(job.images().train_y)
     if count < job.hosts * job.batch:
-        raise ValueError(f"a batch of {job.hosts * job.batch} is more than the {count} training images")
+        raise ValueError(
+            f"a batch of {job.hosts * job.batch} is more than the {count} training images: lower --hosts or --batch"
+        )
     runs = [combine(told) for told in zip(*train(job), strict=True)]
-    put_out(args, {**vars(job), "runs": runs}, show, draw)
+    output(args, {**vars(job), "runs": runs}, show, draw)
 
 
 def train(job: Any) -> list[list[dict[str, Any]]]:
-    """Runs the job: what each host tells of each training."""
+    """Runs the job, and returns each host's reports, one for each training."""
     trainings = len(job.forms) * len(job.rates)
     with (
         Network(job.hosts, job.rates[0]) as network,
-        rich.progress.Progress(console=rich.console.Console(file=sys.stderr), transient=True) as progress,
+        progress_bar() as progress,
     ):
         task = progress.add_task("starting", total=trainings * job.steps)
 
         def heard(report: dict[str, Any]) -> None:
             progress.update(task, description=report["name"], completed=report["done"])
 
-        reports = work(network, "jsparse.bench.train_worker", job, heard)
+        reports = run_workers(network, "jsparse.bench.train_worker", job, heard)
     return [[report for report in told if "step_ms" in report] for told in reports]
 
 
 def combine(told: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One training, of what its hosts told: a step takes as long as on the slowest."""
+    """Combines the hosts' reports of one training; a step's time is that of the slowest host."""
     first = told[0]
     step = slowest(told, "step_ms")
     median = statistics.median(step)
@@ -160,6 +168,7 @@ def combine(told: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 
 def reached(run: dict[str, Any], target: float | None) -> bool:
+    """Whether a training reached the target accuracy; False where there is no target."""
     return target is not None and bool(run["accuracy"]) and run["accuracy"][-1] >= target
 
 
@@ -169,8 +178,8 @@ def show(figures: dict[str, Any]) -> None:
     table = rich.table.Table(
         title=f"{figures['net']}: {runs[0]['parameters']:,} parameters, {figures['data']}, {figures['hosts']} hosts, "
         f"density {100 * figures['density']:g} %",
-        caption="seconds: of training, until the target; and how many times faster than dense. ms: the median of a "
-        "step, and of its parts. MB: sent by a host in a step, by its interface.",
+        caption="seconds: of training until the target. ms: median time of a step and of its parts. over dense: times "
+        "as fast as dense. MB: sent by a host in a step, as its interface counts them.",
     )
     table.add_column("rate")
     table.add_column("form")
@@ -196,7 +205,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws accuracy by the clock, where there is one, and of what a step's time is made up."""
+    """Draws test accuracy by the clock (the loss where there is no target), and a step's parts."""
     plt = pyplot()
     runs, rates = figures["runs"], figures["rates"]
     names = list(dict.fromkeys(run["name"] for run in runs))

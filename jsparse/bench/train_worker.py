@@ -1,4 +1,4 @@
-"""One host's part in ``jsparse bench train``: trains by every form, and times it."""
+"""A worker of ``jsparse bench train``: trains with every form, and times it."""
 
 import dataclasses
 import itertools
@@ -21,14 +21,15 @@ from jax.sharding import Mesh
 from .._train.stats import stats
 from .._train.step import train_step
 from .forms import FORMS, Form
-from .images import Images, load
-from .job import Meter, ask_for_rate, received_bytes, sent_bytes, tell, time_steps
+from .images import Images, load_images
 from .nets import CLASSES, NETS
-from .worker import Selecting, agreement
+from .network_worker import Selecting, agreement
+from .reports import ask_for_rate, tell
+from .timing import Meter, received_bytes, sent_bytes, time_steps
 
 AXIS = "hosts"
 MOMENTUM = 0.9
-# Images that are there where none are asked for.
+# The number of images of the data set "random".
 RANDOM = 512
 
 
@@ -37,18 +38,20 @@ class TrainJob:
     """What to train.
 
     Attributes:
-      hosts, density: P, k / n.
-      rates: of the links, one after the other.
-      forms: names.
-      net, width: of :data:`NETS`, and of its hidden layers.
-      data, data_dir: as :func:`images.load` takes them; ``"random"`` for noise in the shape of CIFAR-10.
-      batch: examples a host a step.
+      hosts, density: P and k / n.
+      rates: the links' rates, measured one after the other.
+      forms: names of the forms to train with.
+      net: a key of :data:`NETS`.
+      width: width of the dense net's hidden layers.
+      data, data_dir: as :func:`.load_images` takes them; ``"random"`` is noise in the shape of
+        CIFAR-10.
+      batch: examples a host and step.
       learning_rate: of SGD with momentum.
-      target: the accuracy to be reached; None for none.
-      steps: to be taken at most.
+      target: the accuracy at which training ends; None to take all steps.
+      steps: the largest number of steps.
       every: steps from one test to the next.
-      repeats: how often each part is timed by itself.
-      seed: of parameters and batches.
+      repeats: how often each part of a step is timed by itself.
+      seed: of the parameters and batches.
     """
 
     hosts: int
@@ -68,16 +71,19 @@ class TrainJob:
     seed: int
 
     def written(self) -> str:
+        """The job as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def read(text: str) -> "TrainJob":
+        """The job that :meth:`written` wrote."""
         read = json.loads(text)
         return TrainJob(**read | {"rates": tuple(read["rates"]), "forms": tuple(read["forms"])})
 
     def images(self) -> Images:
+        """Loads the data set, or makes the random one."""
         if self.data != "random":
-            return load(self.data, None if self.data_dir is None else pathlib.Path(self.data_dir))
+            return load_images(self.data, None if self.data_dir is None else pathlib.Path(self.data_dir))
         rng = np.random.default_rng(self.seed)
         x, y = rng.random((RANDOM, 32, 32, 3), np.float32), rng.integers(0, CLASSES, RANDOM, np.int32)
         return Images(x, y, x[:1], y[:1])
@@ -94,7 +100,7 @@ def main(text: str) -> None:
 
 
 class Trainer:
-    """One of several hosts."""
+    """One of the job's hosts."""
 
     def __init__(self, job: TrainJob, rank: int):
         self._job, self._rank, self._images = job, rank, job.images()
@@ -108,12 +114,17 @@ class Trainer:
         )
 
     def train(self, form: Form, done: int) -> None:
-        """Trains by one form, at every rate anew, and tells of it; so many trainings have been done before."""
+        """Trains from the start at every rate, and reports the figures.
+
+        Args:
+          form: how to synchronise.
+          done: how many trainings were done before, for the progress bar.
+        """
         job = self._job
         tx = form.make(AXIS, density=job.density)
         sgd = optax.sgd(job.learning_rate, momentum=MOMENTUM)
         step = train_step(self._loss, optax.chain(tx, sgd), self._mesh, AXIS, check_vma=False)
-        # Compiled before the clock runs.
+        # This compiles the step, before the clock runs.
         jax.block_until_ready(step(step.init(self._params), next(self._batches())))
         local, grads = self._local_step(sgd)
         parts = {"computation": local}
@@ -126,7 +137,12 @@ class Trainer:
             tell(name=form.name, done=(number + 1) * job.steps, rate=rate, parameters=grads[0].size, **alone, **run)
 
     def _run(self, step: Any, show: Callable[[int], None]) -> dict[str, Any]:
-        """Trains to the target: times, bytes and accuracies of what came of it."""
+        """Trains to the target, and returns the times, bytes, losses and accuracies.
+
+        Args:
+          step: the training step.
+          show: is called with the number of steps done, on worker 0.
+        """
         job, agree = self._job, self._meter.agree
         state, batches = step.init(self._params), self._batches()
         times, accuracies, losses, words, sent, received = [], [], [], [], 0, 0
@@ -157,17 +173,17 @@ class Trainer:
         }
 
     def _accuracy(self, params: Any) -> float:
-        """On all test images, of which each host takes its share; what the slowest takes is not on the clock."""
+        """The accuracy on all test images, of which each host tests its share, off the clock."""
         own = jax.tree.map(lambda x: x.addressable_data(0), params)
         share = slice(self._rank, None, self._job.hosts)
         x, y = self._images.test_x[share], self._images.test_y[share]
         right = sum(int(self._evaluate(own, x[i : i + 500], y[i : i + 500])) for i in range(0, len(y), 500))
-        # Hosts tell the others in turn: what all agree on is the largest number.
+        # Agreement gives the largest number; so hosts pass theirs in turn, and the others pass -1.
         turns = [self._meter.agree(float(right if turn == self._rank else -1)) for turn in range(self._job.hosts)]
         return sum(turns) / len(self._images.test_y)
 
     def _batches(self) -> Iterator[Any]:
-        """This host's share of each batch, without end."""
+        """Yields this host's share of each batch, without end."""
         job, images = self._job, self._images
         rng = np.random.default_rng(job.seed)
         while True:
@@ -182,7 +198,7 @@ class Trainer:
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     def _local_step(self, sgd: optax.GradientTransformation) -> tuple[Callable[[], None], list[jax.Array]]:
-        """A step without any synchronisation, to be timed; and gradients of some batches, flat."""
+        """A step without synchronisation, to be timed, and three batches' raveled gradients."""
         batches = list(itertools.islice(self._batches(), 3))
         flat = jax.jit(lambda params, batch: ravel_pytree(jax.grad(self._loss)(params, batch))[0])
         grads = [flat(self._params, batch) for batch in batches]

@@ -1,29 +1,29 @@
 """The command line: ``jsparse plan``, ``jsparse tune``, ``jsparse network``, ``jsparse bench``."""
 
-import argparse
 from collections.abc import Sequence
-
-from ..bench import network as bench_network
-from ..bench import pto, select, train
-from . import network, plan, tune
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command.
 
     Args:
-      argv: its arguments; those of the process by default.
+      argv: the command's name and its arguments; by default those of the process.
     """
-    parser = argparse.ArgumentParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        raise SystemExit("jsparse: error: the command line needs rich: pip install 'jsparse[cli]'") from None
+    # These modules import rich.
+    from .. import bench
+    from ..bench.command import LazyParser
+    from . import network, plan, tune
+
+    parser = LazyParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_parser(commands)
     tune.add_parser(commands)
     network.add_parser(commands)
-    bench = commands.add_parser("bench", help="measure on this machine").add_subparsers(required=True, metavar="WHAT")
-    select.add_parser(bench)
-    pto.add_parser(bench)
-    bench_network.add_parser(bench)
-    train.add_parser(bench)
+    bench.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

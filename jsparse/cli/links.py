@@ -1,4 +1,4 @@
-"""α and β of a network: messages and collectives of several lengths, and the line that their times lie on."""
+"""Measures α and β of a network: times messages of several lengths, and fits a line to them."""
 
 import functools
 import statistics
@@ -16,21 +16,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._comm.comm import AxisComm
 from .._comm.cost import Cost, collective_cost
 
-# The axes along which workers stand: the network's two levels.
+# The mesh axes of the network's two levels.
 BETWEEN, INSIDE = "nodes", "gpus"
-# Seconds that a measurement may take, of which there are several, and runs in it.
+# A measurement takes about this many seconds, and at most so many runs.
 BUDGET, MOST = 0.05, 1000
 
 
 class Sample(NamedTuple):
-    """One length of one kind of message.
+    """The measured time of one collective at one length.
 
     Attributes:
-      what: which collective; ``"ppermute"`` is a ping-pong between two workers.
+      what: the collective; ``"ppermute"`` is a ping-pong between two workers.
       payload: words of a worker's operand.
-      messages: that a worker sends one after the other.
-      words: that pass over a link meanwhile.
-      seconds: that this took.
+      messages: how many messages a worker sends, one after the other.
+      words: how many words pass over a link.
+      seconds: the time that it took.
     """
 
     what: str
@@ -46,7 +46,7 @@ class Fit(NamedTuple):
     Attributes:
       alpha: seconds a message.
       beta: seconds a word of 4 bytes.
-      error: of the logarithms of the samples' times the root of the mean square: 0.1 is 10 %.
+      error: root mean square of the errors of the samples' logarithms: 0.1 is about 10 %.
     """
 
     alpha: float
@@ -55,7 +55,15 @@ class Fit(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Least squares of relative errors, by which twice as long is as wrong as half; neither α nor β is below 0.
+    """Fits the line by least squares of relative errors; neither α nor β is below 0.
+
+    A prediction of twice the time is as wrong as one of half the time.
+
+    Args:
+      samples: what was measured.
+
+    Raises:
+      ValueError: there are no samples.
 
     >>> times = [(1, 10), (1, 1000), (4, 500)]
     >>> fit([Sample("psum", w, m, w, 0.5 * m + 0.25 * w) for m, w in times])
@@ -77,7 +85,9 @@ def fit(samples: Sequence[Sample]) -> Fit:
         return float(np.sqrt(np.mean(np.log(np.maximum(sent @ found, 1e-300) / taken) ** 2)))
 
     weights, best = 1 / taken, np.zeros(2)
-    # Relative to the time alone, errors below it count for less: relative to the mean of it and what is predicted.
+    # Relative to the measured time alone, predictions that are too short would count for less. So
+    # errors are relative to the geometric mean of the measured and the predicted time, which
+    # takes several rounds.
     for _ in range(20):
         best = min((solved(columns, weights) for columns in ([0, 1], [0], [1])), key=error)
         weights = 1 / np.sqrt(taken * np.maximum(sent @ best, 1e-300))
@@ -86,19 +96,20 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
 
 def agreed(seconds: float) -> float:
-    """The longest of any process, the same on all: what follows from it, all decide alike."""
+    """The longest time of any process; the same number on all, so that all decide alike."""
     if jax.process_count() == 1:
         return seconds
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
 
 def seconds_of(run: Callable[[int], Any], repeats: int, budget: float = BUDGET) -> float:
-    """The median time of one of many runs, after the first.
+    """The median time of one run.
 
     Args:
-      run: runs so many times, and returns arrays.
-      repeats: how many measurements.
-      budget: seconds that one of them should take.
+      run: does as many runs as its argument says, and returns arrays. Its first call, which
+        compiles, does not count.
+      repeats: how many measurements to take the median of.
+      budget: seconds that one measurement, of several runs, should take.
     """
 
     def taken(count):
@@ -112,14 +123,17 @@ def seconds_of(run: Callable[[int], Any], repeats: int, budget: float = BUDGET) 
 
 
 def measure(mesh: Mesh, axis: str, payloads: Sequence[int], repeats: int, sharing: int = 1) -> Iterator[Sample]:
-    """Times messages and collectives along an axis of the mesh, all of whose rows send at once.
+    """Times messages and collectives along an axis of the mesh, on all its rows at once.
 
     Args:
       mesh: the workers.
-      axis: along which they talk; more than one stand there.
-      payloads: words of a worker's operand.
-      repeats: measurements of each.
-      sharing: how many of them share a link.
+      axis: the axis, of more than one worker.
+      payloads: lengths of a worker's operand, in words.
+      repeats: measurements of each collective at each length.
+      sharing: how many workers share a link.
+
+    Yields:
+      The samples.
     """
     comm, size, parted = AxisComm(axis), mesh.shape[axis], PartitionSpec(mesh.axis_names)
 

@@ -1,10 +1,14 @@
-"""``jsparse network``: runs a command on several hosts of one machine, joined by links of a given rate.
+"""``jsparse network``: runs a command on several hosts of one machine, joined by slow links.
 
-Each host has a network of its own with one link to a switch, its own name (host0, host1, ...) and address (10.0.0.1,
-10.0.0.2, ...); files are this machine's, and nothing leads outside. The command finds its number and how many there
-are in the environment: JAX_PROCESS_ID, JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS for jax.distributed, RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.distributed, JSPARSE_RANK and JSPARSE_SIZE for others. When it fails
-on one host, it is ended on the others. Whatever happens, nothing stays behind. Needs Linux and root.
+Each host has a network of its own with one link to a switch, its own name (host0, host1, ...) and
+its own address (10.0.0.1, 10.0.0.2, ...). The files are those of this machine, and no link leads
+outside.
+
+The command finds its rank and the number of hosts in the environment: in JAX_PROCESS_ID,
+JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS for jax.distributed; in RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT for torch.distributed; in JSPARSE_RANK and JSPARSE_SIZE for other
+programs. When the command fails on one host, it is ended on the others. However it ends, no
+process and no network stays behind. Needs Linux and root.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from ..bench.hosts import Network, run_everywhere
 
 
 def add_parser(commands: Any) -> None:
+    """Adds the command."""
     parser = commands.add_parser(
         "network",
         help="run a command on several hosts of one machine, joined by slow links",
@@ -28,18 +33,27 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="jsparse network [--hosts P] [--rate RATE] [--latency TIME] [--json FILE] -- COMMAND ...",
     )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="how many (default 4)")
-    parser.add_argument("--rate", default="1gbit", help="of each link, either way, as tc has it (default 1gbit)")
-    parser.add_argument("--latency", metavar="TIME", help="of each link, such as 500us: where the kernel has netem")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run on each")
+    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of each link, in either direction, such as 100mbit (default 1gbit)"
+    )
+    parser.add_argument(
+        "--latency",
+        metavar="TIME",
+        help="of each link, one way, such as 500us (default: none added); the kernel needs netem",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run on each host")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Runs the command; exits with status 1 if ``args.command`` fails on a host."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise ValueError("there is no command: jsparse network --hosts 4 --rate 1gbit -- python train.py")
+        raise ValueError(
+            "there is no command; name one, as in jsparse network --hosts 4 --rate 1gbit -- python train.py"
+        )
     with Network(args.hosts, args.rate, args.latency) as network:
         start = time.perf_counter()
         statuses = run_everywhere(network, command)
@@ -64,8 +78,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Prints the table."""
-    table = rich.table.Table(title=f"{figures['seconds']:.2f} s at {figures['rate']}", caption="by their interfaces")
+    """Prints the table to the standard error."""
+    table = rich.table.Table(
+        title=f"{figures['seconds']:.2f} s at {figures['rate']}", caption="MB: as the hosts' interfaces count them"
+    )
     table.add_column("host")
     table.add_column("ended")
     table.add_column("MB sent", justify="right")

@@ -1,4 +1,4 @@
-"""``jsparse plan``: what each algorithm costs on a cluster, and which to take."""
+"""``jsparse plan``: predicts what each algorithm costs on a cluster, and names the cheapest."""
 
 import argparse
 import inspect
@@ -14,66 +14,76 @@ from .. import cost
 from .._comm.cost import Cost
 from .._presets.files import presets
 from .._vector.density import check_density, elements_kept
-from ..bench.output import put_out, pyplot
+from ..bench.command import add_output_options, output, pyplot, whole_number
 
-# On one level hitopk is topk_allgather, and the others are dense.
+# On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
 MOST_WORKERS = 4096
 
 
 def add_parser(commands: Any) -> None:
+    """Adds the command."""
     parser = commands.add_parser(
         "plan",
-        help="predict what each algorithm costs on a cluster, and which to take",
+        help="predict what each algorithm costs on a cluster, and name the cheapest one",
         description=__doc__,
-        epilog="Networks are modelled by latency and bandwidth, and nothing overlaps: a step is computing, selection "
-        "(sparse algorithms only) and communication, one after the other.",
+        epilog="The model of the network has a latency and a bandwidth. Nothing overlaps: a step is computation, "
+        "selection (sparse algorithms only) and communication, one after the other.",
     )
     parser.add_argument(
-        "--parameters", type=whole_number, required=True, metavar="N", help="elements of the gradient, such as 25e6"
+        "--parameters", type=whole_number, required=True, metavar="N", help="length of the gradient, such as 25e6"
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument("--workers", type=int, required=True, metavar="P", help="GPUs in all")
+    parser.add_argument("--workers", type=int, required=True, metavar="P", help="number of GPUs in total")
     parser.add_argument(
-        "--gpus-per-node", type=int, default=1, metavar="G", help="workers that share a link (default 1)"
+        "--gpus-per-node", type=int, default=1, metavar="G", help="workers that share a node's link (default 1)"
     )
-    parser.add_argument("--bandwidth", type=float, required=True, metavar="GBIT", help="of a node's link, in Gbit/s")
-    parser.add_argument("--latency", type=float, default=50.0, metavar="US", help="of it, microseconds (default 50)")
     parser.add_argument(
-        "--node-bandwidth", type=float, default=200.0, metavar="GBIT", help="of each GPU inside a node (default 200)"
+        "--bandwidth", type=float, required=True, metavar="GBIT", help="bandwidth of a node's link, in Gbit/s"
     )
-    parser.add_argument("--node-latency", type=float, default=5.0, metavar="US", help="inside a node (default 5)")
     parser.add_argument(
-        "--step-time", type=float, default=0.0, metavar="MS", help="of a step without communication (default 0)"
+        "--latency", type=float, default=50.0, metavar="US", help="latency of a node's link, in µs (default 50)"
+    )
+    parser.add_argument(
+        "--node-bandwidth",
+        type=float,
+        default=200.0,
+        metavar="GBIT",
+        help="bandwidth of each GPU inside a node, in Gbit/s (default 200)",
+    )
+    parser.add_argument(
+        "--node-latency", type=float, default=5.0, metavar="US", help="latency inside a node, in µs (default 5)"
+    )
+    parser.add_argument(
+        "--step-time",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="time of a step without communication, in ms (default 0)",
     )
     parser.add_argument(
         "--selection-time",
         type=float,
         default=0.0,
         metavar="MS",
-        help="what selecting adds to it (default 0; `jsparse bench select` measures it)",
+        help="time that selection adds to a step, in ms (default 0; `jsparse bench select` measures it)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw time against workers there")
+    add_output_options(parser, plot="communication time against workers")
     parser.set_defaults(run=run)
 
 
-def whole_number(text: str) -> int:
-    """A whole number, which may be written 25e6."""
-    if float(text) != int(float(text)):
-        raise ValueError
-    return int(float(text))
-
-
 def run(args: argparse.Namespace) -> None:
-    figures = predict(args)
-    put_out(args, figures, show, draw_times)
+    """Runs the command."""
+    output(args, predict(args), show, draw_times)
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of every algorithm, the fastest step first."""
+    """Predicts from the command's options; returns :func:`forecast`'s figures."""
     if args.step_time < 0 or args.selection_time < 0:
-        raise ValueError("--step-time and --selection-time are milliseconds, at least 0")
+        raise ValueError(
+            f"--step-time is {args.step_time} and --selection-time {args.selection_time}; "
+            "they are milliseconds, at least 0"
+        )
     alpha, beta = cost.link(args.bandwidth, args.latency)
     node = cost.Node(args.gpus_per_node, *cost.link(args.node_bandwidth, args.node_latency))
     return forecast(args.parameters, args.density, args.workers, alpha, beta, node, args.step_time, args.selection_time)
@@ -89,10 +99,23 @@ def forecast(
     step_time: float,
     selection_time: float,
 ) -> dict[str, Any]:
-    """Of a cluster, and of a step and a selection in milliseconds."""
+    """Predicts what each algorithm costs on a cluster.
+
+    Args:
+      n: the gradient's length.
+      density: k / n.
+      workers: P.
+      alpha, beta: seconds a message and a word between nodes.
+      node: what is inside a node.
+      step_time: milliseconds of a step without communication.
+      selection_time: milliseconds that selection adds to it.
+
+    Returns:
+      The figures, with the algorithms ordered by the time of a step, the fastest first.
+    """
     check_density(density)
     if n < 1:
-        raise ValueError(f"--parameters is {n}; it is a number of elements, at least 1")
+        raise ValueError(f"--parameters is {n}; it is the gradient's length, at least 1")
     k = elements_kept(density, n)
     results = []
     for name in names(node.gpus):
@@ -133,12 +156,12 @@ def forecast(
 
 
 def names(gpus: int) -> list[str]:
-    """The algorithms that differ on such a cluster."""
+    """The algorithms to compare on nodes of so many GPUs."""
     return [name for name in cost.ALGORITHMS if gpus > 1 or name not in TWO_LEVELS]
 
 
 def preset_of(name: str, density: float) -> tuple[str, dict[str, Any]] | None:
-    """The preset of a modelled algorithm, by name, and its options; None where there is none."""
+    """The preset of a modelled algorithm, as its name and options; None where there is none."""
     options: dict[str, Any] = {}
     if name == "gtopk_tree":
         name, options = "gtopk", {"topology": "tree"}
@@ -151,7 +174,7 @@ def preset_of(name: str, density: float) -> tuple[str, dict[str, Any]] | None:
 
 
 def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[Cost, Cost] | None:
-    """What the preset of that name sends; None where there is none."""
+    """What an algorithm's preset sends, at least and at most; None where there is no preset."""
     found = preset_of(name, density)
     if found is None:
         return None
@@ -166,14 +189,14 @@ def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[C
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Prints the table, and what follows from it."""
+    """Prints the table and the verdict."""
     node = figures["node"]
     nodes = f" in nodes of {node['gpus']}" if node["gpus"] > 1 else ""
     table = rich.table.Table(
         title=f"n = {figures['parameters']:,}, k = {figures['k']:,}, {figures['workers']} workers{nodes}",
-        caption="ms: communication as predicted, expected under uniform indices; step ms: with it. MB: likewise, of "
-        "the busiest worker. jsparse MB: what a worker sends in this library, at least and at most. Not compared, "
-        f"as replicas differ: {', '.join(cost.DIFFERING)}.",
+        caption="ms: predicted time of communication, expected under uniform indices; step ms: of a whole step. MB: "
+        "predicted for the busiest worker. jsparse MB: what a worker sends in this library, at least and at most. "
+        f"Not compared, because its replicas differ: {', '.join(cost.DIFFERING)}.",
     )
     table.add_column("algorithm")
     for column in ("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"):
@@ -195,26 +218,26 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def short(figure: float) -> str:
-    """Three digits, or all before the point."""
+    """Writes a number with three digits, or with all the digits before the point."""
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
 def verdict(figures: dict[str, Any]) -> str:
-    """Which to take, in words."""
+    """Says in words which algorithm to take."""
     results = figures["algorithms"]
     sparse = next(result for result in results if result["name"] not in cost.DENSE + cost.DIFFERING)
     times = sparse["times_faster_than_dense"]
     if figures["dense_wins"]:
         advice = (
-            f"Dense wins: no sparse algorithm is predicted to be faster than {figures['cheapest']}. The nearest, "
-            f"{sparse['name']}, makes a step {1 / times:.2f} times as long."
+            f"Dense wins: no sparse algorithm is predicted to be faster than {figures['cheapest']}. The fastest sparse "
+            f"one, {sparse['name']}, makes a step {1 / times:.2f} times as long."
         )
     else:
         advice = (
             f"Sparse wins: a step with {sparse['name']} is {times:.2f} times as fast as with the fastest dense one."
         )
     if not figures["selection_time_ms"]:
-        advice += " Selection is counted as free: give --selection-time."
+        advice += " Selection counts as free here: give --selection-time."
     return advice
 
 

@@ -1,42 +1,52 @@
-"""A command, or an example, in several processes."""
+"""Options by which a command or an example runs in several processes."""
 
 import argparse
 from typing import Any
 
 import jax
 
-# Seconds after which a machine that has gone silent ends the run. (One that closes its connections does so at once.)
+# The run ends when a machine is silent for so many seconds. (It ends at once when one closes its
+# connections.)
 HEARTBEAT_TIMEOUT = 30
 METHODS = ("auto", "slurm", "mpi4py", "ompi", "k8s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--distributed``, ``--processes`` and ``--rank``."""
     group = parser.add_argument_group("several processes")
     group.add_argument(
         "--distributed",
         metavar="HOW",
-        help="join others that were started alike: HOST:PORT of process 0, with --processes and --rank; or how to find "
-        f"all that out: {', '.join(METHODS)}",
+        help="run in several processes, each started with this option: HOST:PORT of process 0, with --processes and "
+        f"--rank; or the way to find all three: {', '.join(METHODS)}",
     )
-    group.add_argument("--processes", type=int, metavar="P", help="how many there are")
-    group.add_argument("--rank", type=int, help="which one this is, from 0")
+    group.add_argument("--processes", type=int, metavar="P", help="number of processes")
+    group.add_argument("--rank", type=int, help="number of this process, from 0")
 
 
 def join(args: argparse.Namespace) -> None:
-    """Joins the other processes, before anything else is asked of JAX.
+    """Joins the other processes; call it before JAX is used.
+
+    Args:
+      args: the options of :func:`add_arguments`. Without ``--distributed`` nothing is done.
 
     Raises:
-      ValueError: the arguments do not fit together.
+      ValueError: the options contradict each other.
     """
     how, given = args.distributed, (args.processes, args.rank)
     if how is None:
         if given != (None, None):
-            raise ValueError("--processes and --rank say nothing without --distributed HOST:PORT")
+            raise ValueError(
+                "--processes and --rank mean nothing without --distributed HOST:PORT: add it, or leave them out"
+            )
         return
     if (":" in how) != (None not in given):
-        raise ValueError("--distributed HOST:PORT takes --processes and --rank, and no other form of it does")
+        raise ValueError(
+            f"--distributed is {how}, --processes {args.processes} and --rank {args.rank}; "
+            "--distributed HOST:PORT takes --processes and --rank, and no other form of --distributed does"
+        )
     if ":" not in how and how not in METHODS:
-        raise ValueError(f"--distributed {how} is neither HOST:PORT nor one of {', '.join(METHODS)}")
+        raise ValueError(f"--distributed is {how}; it is neither HOST:PORT nor one of {', '.join(METHODS)}")
     if ":" in how and not 0 <= args.rank < args.processes:
         raise ValueError(f"--rank is {args.rank}: with {args.processes} processes it is from 0 to {args.processes - 1}")
     method = None if how == "auto" else how

@@ -1,12 +1,16 @@
-"""``jsparse tune``: measures a cluster, and says which algorithm to take on it, with which settings.
+"""``jsparse tune``: measures a cluster, and chooses an algorithm and its settings for it.
 
-Run it as the training is run: with the same launcher, on the same machines, one command a process. Every process
-measures; the first one prints, and writes a file that ``jsparse.from_file(path, comm)`` makes the transformation of.
+Run it like the training: with the same launcher, on the same machines, one command in each
+process. Every process measures. The first one prints the figures and writes the choice to a file,
+from which ``jsparse.from_file(path, comm)`` makes the transformation.
 
-It measures the network's α and β (a ping-pong, and sums, all-gathers and all-to-alls of several lengths), selection,
-and, if a model is named, its step; predicts every algorithm from these, as ``jsparse plan`` does; measures whole
-synchronisations with the most promising ones, with the dense ones beside them; and with the fastest sparse one also
-the compact wires, and a threshold that is sampled.
+The command works in four steps:
+
+1. It measures the network's α and β (by a ping-pong, and sums, all-gathers and all-to-alls of
+   several lengths), selection, and, if a model is named, the model's step.
+2. From these it predicts the cost of every algorithm, as ``jsparse plan`` does.
+3. It measures whole synchronisations with the most promising sparse algorithms and the dense ones.
+4. It measures the fastest sparse algorithm also with compact wires and with a sampled threshold.
 """
 
 import argparse
@@ -23,8 +27,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.progress
 from jax.sharding import Mesh, PartitionSpec
 
 from .. import cost
@@ -32,16 +34,16 @@ from .._presets.files import build, describe, write
 from .._train.placement import init, state_specs
 from .._vector.density import check_density
 from .._vector.random import key_of
-from ..bench.output import put_out
+from ..bench.command import add_output_options, output, progress_bar, whole_number
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
 from . import processes
 from .links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_of
-from .plan import forecast, preset_of, whole_number
+from .plan import forecast, preset_of
 from .tune_report import draw_times, recommended, show
 
-# Words of the messages by which the network is measured.
+# Lengths, in words, of the messages that measure the network.
 PAYLOADS = (1, 2**8, 2**12, 2**16, 2**20)
 
 
@@ -53,61 +55,70 @@ class Candidate(NamedTuple):
     options: dict[str, Any]
 
     def content(self) -> dict[str, Any]:
+        """What a file says of it."""
         return describe(self.preset, **self.options)
 
 
 def add_parser(commands: Any) -> None:
+    """Adds the command."""
     parser = commands.add_parser(
         "tune",
-        help="measure this cluster, and write which algorithm to take",
+        help="measure this cluster, and choose an algorithm for it",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--parameters", type=whole_number, metavar="N", help="elements of the gradient, such as 25e6")
+    what.add_argument("--parameters", type=whole_number, metavar="N", help="length of the gradient, such as 25e6")
     what.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="a function of no arguments that returns (loss_fn, params, batch): a worker's loss_fn(params, batch); "
-        "the step is measured, too",
+        help="a function without arguments that returns (loss_fn, params, batch), where loss_fn(params, batch) is one "
+        "worker's loss; its step is measured, too",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument("--step-time", type=float, metavar="MS", help="of a step without communication (default 0)")
-    parser.add_argument("--candidates", type=int, default=4, help="sparse algorithms to measure (default 4)")
+    parser.add_argument(
+        "--step-time", type=float, metavar="MS", help="time of a step without communication, in ms (default 0)"
+    )
+    parser.add_argument("--candidates", type=int, default=4, help="number of sparse algorithms to measure (default 4)")
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each (default 7)")
     parser.add_argument(
-        "--workers", type=int, metavar="P", help="devices to take (default all); virtual ones, if a CPU has no more"
+        "--workers", type=int, metavar="P", help="number of devices (default all); virtual ones where a CPU has too few"
     )
     parser.add_argument(
         "--gpus-per-node",
         type=int,
         metavar="G",
-        help="workers with a network of their own between them (default: in several processes the devices of one)",
+        help="workers of a node, with a network between them (default: the devices of a process if there are several "
+        "processes, else 1)",
     )
     processes.add_arguments(parser)
     parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("tune.json"), metavar="FILE", help="(default tune.json)"
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("tune.json"),
+        metavar="FILE",
+        help="file for the choice (default tune.json)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures there; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw times there")
+    add_output_options(parser, plot="the network's samples and the steps' times", figures="all figures")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Runs the command in this process."""
     check_density(args.density)
-    if args.candidates < 1 or args.repeats < 1 or (args.parameters is not None and args.parameters < 1):
-        raise ValueError("--parameters, --candidates and --repeats are at least 1")
+    for option in ("parameters", "candidates", "repeats"):
+        number = getattr(args, option)
+        if number is not None and number < 1:
+            raise ValueError(f"--{option} is {number}; it is at least 1")
     if args.step_time is not None and args.step_time < 0:
-        raise ValueError(f"--step-time is {args.step_time}; it is milliseconds, at least 0")
+        raise ValueError(f"--step-time is {args.step_time}; it is in milliseconds, at least 0")
     processes.join(args)
     if args.workers and args.workers > 1 and not args.distributed:
-        with contextlib.suppress(RuntimeError):  # Too late, if JAX has been used in this process.
+        with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
             jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = mesh_of(args)
     first = jax.process_index() == 0
-    columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
-    console = rich.console.Console(file=sys.stderr)
-    with rich.progress.Progress(*columns, console=console, transient=True, disable=not first) as progress:
+    with progress_bar(disable=not first) as progress:
         task = progress.add_task("measuring")
 
         def tell(what: str, done: float) -> None:
@@ -115,29 +126,32 @@ def run(args: argparse.Namespace) -> None:
 
         figures, content = tune(args, mesh, tell)
     if first:
-        # Only here do processes differ: nothing is sent any more.
+        # From here on only the first process works; nothing is sent any more.
         write(args.out, content | {"tune": figures})
         figures["out"] = str(args.out)
-        put_out(args, figures, show, draw_times)
+        output(args, figures, show, draw_times)
 
 
 def mesh_of(args: argparse.Namespace) -> Mesh:
-    """The workers, on one level or on two."""
+    """A mesh of the workers, with one level or two."""
     devices = jax.devices()
     if args.workers and len(devices) < args.workers and jax.process_count() == 1:
         devices = jax.devices("cpu")
     size = args.workers or len(devices)
     if size < 2:
         raise ValueError(
-            "there is one device, and nothing to tune: start as many processes as the training has, with "
-            "--distributed; or try it on virtual devices with --workers 4"
+            "there is only one device, and so nothing to tune: start as many processes as the training has, with "
+            "--distributed, or try it on virtual devices with --workers 4"
         )
     if size > len(devices) or (jax.process_count() > 1 and size < len(devices)):
-        raise ValueError(f"--workers is {size}; there are {len(devices)} devices (all of which several processes use)")
+        raise ValueError(
+            f"--workers is {size}; there are {len(devices)} devices, and several processes use all of them: lower "
+            "--workers, or leave it out"
+        )
     gpus = args.gpus_per_node or (jax.local_device_count() if jax.process_count() > 1 else 1)
     if size % gpus:
-        raise ValueError(f"{size} workers do not fill nodes of {gpus}: give --gpus-per-node")
-    # Within a single node there is one network.
+        raise ValueError(f"{size} workers do not fill nodes of {gpus}: give a --gpus-per-node that divides {size}")
+    # A single node has only one network.
     gpus = 1 if gpus == size else gpus
     devices = sorted(devices[:size], key=lambda device: (device.process_index, device.id))
     shape, names = ((size // gpus, gpus), (BETWEEN, INSIDE)) if gpus > 1 else ((size,), (BETWEEN,))
@@ -147,7 +161,16 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
 def tune(
     args: argparse.Namespace, mesh: Mesh, tell: Callable[[str, float], None]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All figures, and what the file says. All processes compute the same."""
+    """Measures, predicts and chooses; all processes compute the same.
+
+    Args:
+      args: the command's options.
+      mesh: the workers.
+      tell: is called with what is being measured, and the fraction that is done.
+
+    Returns:
+      All figures, and the content of the file.
+    """
     n, step = args.parameters, args.step_time
     if args.model:
         tell("the model's step", 0)
@@ -182,7 +205,15 @@ def tune(
 
 
 def model_step(model: str, repeats: int) -> tuple[int, float]:
-    """The parameters of a model, and the milliseconds of its loss and gradient on one device."""
+    """Measures a model's step, which is its loss and gradient, on one device.
+
+    Args:
+      model: its function, as ``MODULE:FUNCTION``.
+      repeats: measurements, of which the median counts.
+
+    Returns:
+      The number of parameters, and milliseconds.
+    """
     module, _, name = model.partition(":")
     sys.path.insert(0, "")
     try:
@@ -190,7 +221,7 @@ def model_step(model: str, repeats: int) -> tuple[int, float]:
         loss_fn, params, batch = made
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"--model is {model!r} ({error}); it is MODULE:FUNCTION, a function of no arguments that returns "
+            f"--model is {model!r} ({error}); it is MODULE:FUNCTION, a function without arguments that returns "
             "(loss_fn, params, batch)"
         ) from error
     finally:
@@ -207,10 +238,10 @@ def model_step(model: str, repeats: int) -> tuple[int, float]:
 def measure_links(
     mesh: Mesh, repeats: int, tell: Callable[[str, float], None]
 ) -> tuple[dict[str, Fit], dict[str, list[Sample]]]:
-    """Of each level of the network."""
+    """Measures each level of the network; returns its line and its samples."""
     samples: dict[str, list[Sample]] = {}
     for level, axis in enumerate(mesh.axis_names):
-        # All workers of a node send at once, over its one link.
+        # All workers of a node send over its one link at once.
         sharing = mesh.shape.get(INSIDE, 1) if axis == BETWEEN else 1
         found = samples.setdefault(axis, [])
         for number, sample in enumerate(measure(mesh, axis, PAYLOADS, repeats, sharing)):
@@ -220,7 +251,7 @@ def measure_links(
 
 
 def gradients(mesh: Mesh, n: int) -> jax.Array:
-    """A normal vector for each worker."""
+    """A random normal vector of length n for each worker."""
     axes, comm_rank = PartitionSpec(mesh.axis_names), jnp.arange(mesh.size, dtype=jnp.int32)
     draw = jax.shard_map(
         lambda rank: jax.random.normal(key_of(0, rank[0]), (n,)), mesh=mesh, in_specs=axes, out_specs=axes
@@ -229,7 +260,7 @@ def gradients(mesh: Mesh, n: int) -> jax.Array:
 
 
 def selection_time(mesh: Mesh, n: int, density: float, repeats: int) -> float:
-    """Seconds of an exact top-k, on all workers at once."""
+    """Seconds that an exact top-k takes on all workers at once."""
     axes, select = PartitionSpec(mesh.axis_names), TopK(density)
 
     def local(acc):
@@ -249,7 +280,21 @@ def measure_candidates(
     predicted: dict[str, Any],
     tell: Callable[[str, float], None],
 ) -> list[dict[str, Any]]:
-    """The dense ones, the most promising sparse ones, and the fastest of these with other wires, and sampling."""
+    """Measures the dense algorithms, the most promising sparse ones, and variants of one of them.
+
+    The variants of the fastest sparse one have compact wires, or a sampled threshold.
+
+    Args:
+      args: the command's options.
+      mesh: the workers.
+      n: the gradient's length.
+      step: milliseconds of a step without communication.
+      predicted: the figures of :func:`.plan.forecast`, whose fastest algorithms are measured.
+      tell: as in :func:`tune`.
+
+    Returns:
+      The figures of each candidate, the fastest first.
+    """
     expected = {result["name"]: result["step_ms"] for result in predicted["algorithms"]}
     dense = [Candidate(name, name, {}) for name in ("dense", "torus") if name in expected]
     sparse = []
@@ -285,7 +330,7 @@ def measure_candidates(
         ("sampled", {"select": SampledThreshold(args.density)}),
     ]
     for name, option in variants:
-        # Wires are compared with each other; the selector, on the best of them.
+        # The wires are variants of the plain algorithm, the selector one of the fastest wire.
         of = plain if "wire" in option else best
         candidate = Candidate(f"{of.name}, {name}", of.preset, of.options | option)
         result = measured(candidate)
@@ -298,7 +343,7 @@ def measure_candidates(
 
 
 def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repeats: int) -> list[float]:
-    """Milliseconds of whole synchronisations: selection, communication, and a dense update."""
+    """Milliseconds of whole synchronisations: selection, communication and a dense update."""
     axes: Any = mesh.axis_names if len(mesh.axis_names) > 1 else BETWEEN
     tx: Any = build(candidate.content(), axes)
     n = acc.shape[0] // mesh.size
@@ -309,7 +354,8 @@ def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repe
         donate_argnums=1,
     )
     times = []
-    # The first compiles; the second's state comes from a step, not from init.
+    # Two steps do not count: the first one compiles, and so may the second, whose state is that
+    # of a step.
     for number in range(repeats + 2):
         start = time.perf_counter()
         _, state = jax.block_until_ready(step(acc, state))

@@ -1,4 +1,4 @@
-"""What ``jsparse tune`` recommends and shows of its figures."""
+"""The recommendation, tables and plots that ``jsparse tune`` makes of its figures."""
 
 import pathlib
 from typing import Any
@@ -7,35 +7,37 @@ import rich.console
 import rich.table
 
 from .. import cost
-from ..bench.output import pyplot
+from ..bench.command import pyplot
 from .links import INSIDE
 from .plan import short
 
-# A sparse algorithm is recommended if a step is by so much faster: less is noise, and dense sums lose no accuracy.
+# A sparse algorithm is recommended only if a step is faster by this factor. A smaller gain may be
+# noise, and dense sums lose no accuracy.
 MARGIN = 1.05
 
 
 def recommended(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest; the fastest dense one, if nothing is clearly faster."""
+    """The fastest result, or the fastest dense one where no other is clearly faster."""
     if results[0]["times_faster_than_dense"] >= MARGIN:
         return results[0]
     return next(result for result in results if result["preset"] in cost.DENSE)
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Prints the network, the table, and what follows from them."""
+    """Prints the network's figures, the table, and the verdict."""
     predicted, console = figures["predicted"], rich.console.Console(width=120, highlight=False)
     for name, link in figures["links"].items():
         rate = f"{32e-9 / link['beta']:.3g} Gbit/s" if link["beta"] else "a rate beyond measure"
         where = "inside a node" if name == INSIDE else "between nodes" if INSIDE in figures["links"] else "network"
         console.print(
-            f"{where}: {1e6 * link['alpha']:.3g} µs a message, {rate} (off by {100 * link['error']:.0f} %, typically)"
+            f"{where}: {1e6 * link['alpha']:.3g} µs a message, {rate} (typical error {100 * link['error']:.0f} %)"
         )
     table = rich.table.Table(
         title=f"n = {predicted['parameters']:,}, k = {predicted['k']:,}, {figures['workers']} workers on "
         f"{figures['nodes']} nodes; {figures['device']}, jax {figures['jax']}",
-        caption=f"synchronisation: selection and communication, measured. step: and {short(predicted['step_time_ms'])} "
-        f"ms of computing. predicted: likewise, with {short(predicted['selection_time_ms'])} ms of selection.",
+        caption="synchronisation: selection and communication, measured. step: synchronisation and "
+        f"{short(predicted['step_time_ms'])} ms of computation. predicted: the step as the model predicts it, with "
+        f"{short(predicted['selection_time_ms'])} ms of selection.",
     )
     table.add_column("algorithm")
     for column in ("synchronisation ms", "range", "step ms", "predicted ms", "over dense"):
@@ -55,7 +57,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def verdict(figures: dict[str, Any]) -> str:
-    """Which to take, in words."""
+    """Says in words which algorithm to take."""
     name, results = figures["recommended"], figures["measured"]
     if figures["dense_wins"]:
         near = next((result for result in results if result["preset"] not in cost.DENSE), None)
@@ -63,7 +65,7 @@ def verdict(figures: dict[str, Any]) -> str:
         if near:
             advice += (
                 f" The fastest sparse one, {near['name']}, makes a step "
-                f"{1 / near['times_faster_than_dense']:.2f} times as long (below {1 / MARGIN:.2f} it would be taken)."
+                f"{1 / near['times_faster_than_dense']:.2f} times as long (it is taken below {1 / MARGIN:.2f})."
             )
     else:
         advice = (
@@ -71,12 +73,12 @@ def verdict(figures: dict[str, Any]) -> str:
             "fast as with the fastest dense one."
         )
     if not figures["predicted"]["step_time_ms"]:
-        advice += " The model's own step is counted as free: give --model or --step-time."
-    return f"{advice} {figures['out']} says so to jsparse.from_file."
+        advice += " The computation of a step counts as free here: give --model or --step-time."
+    return f"{advice} jsparse.from_file reads this choice from {figures['out']}."
 
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws what was measured of the network, with the fitted lines, and each algorithm's step."""
+    """Draws the network's samples with the fitted lines, and each algorithm's step time."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for name, samples in figures["samples"].items():
@@ -89,7 +91,7 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
             )
             line = [1e3 * (link["alpha"] * s["messages"] + link["beta"] * s["words"]) for s in of]
             left.plot([s["payload"] for s in of], line, color=f"C{number}", lw=1)
-    left.set(xscale="log", yscale="log", xlabel="words", ylabel="ms", title="messages, and the α-β model")
+    left.set(xscale="log", yscale="log", xlabel="words", ylabel="ms", title="messages and the α-β model")
     left.legend(fontsize="small")
     results = figures["measured"][::-1]
     bars = right.barh([result["name"] for result in results], [result["step_ms"] for result in results])

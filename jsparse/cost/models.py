@@ -1,4 +1,4 @@
-"""The papers' α-β models: what each algorithm sends, at best, expected and at worst, over nodes of several workers."""
+"""The papers' α-β models: what each algorithm sends, at best, expected and at worst."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,9 @@ import numpy as np
 
 
 def expected_union(n: int, k: int, P: int) -> float:
-    """E[K], the elements that the sum is expected to have: each of P workers has k of n indices, drawn uniformly.
+    """E[K], the expected number of elements of the sum, when indices are drawn uniformly.
+
+    Each of P workers has k of n indices.
 
     Args:
       n: the gradient's length.
@@ -28,7 +30,14 @@ def expected_union(n: int, k: int, P: int) -> float:
 
 
 class Cluster(NamedTuple):
-    """A synchronisation to be modelled: ``nodes`` of ``gpus`` workers each, P in all."""
+    """The workers of a modelled synchronisation, and the lengths that they synchronise.
+
+    Attributes:
+      n: the gradient's length.
+      k: elements that each worker selects.
+      P: workers in total.
+      gpus: workers of a node.
+    """
 
     n: int
     k: int
@@ -37,45 +46,63 @@ class Cluster(NamedTuple):
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return self.P // self.gpus
 
     @property
-    def part(self) -> float:
+    def others_fraction(self) -> float:
+        """(P-1)/P, the other workers' fraction of a vector that is cut into P equal parts."""
         return (self.P - 1) / self.P
 
     @property
-    def sharing(self) -> int:
-        """How many workers share a link."""
+    def workers_per_link(self) -> int:
+        """How many workers share a link: those of a node, or one where there is only one node."""
         return self.gpus if self.nodes > 1 else 1
 
     @property
-    def shared(self) -> float:
-        """How many times the words of one worker cross a node's link when each sends to all others alike."""
-        return self.sharing * (self.P - self.sharing) / (self.P - 1) if self.P > 1 else 1.0
+    def link_factor(self) -> float:
+        """The words on a node's link over the words of one worker, in an all-to-all.
 
-    def butterfly(self, words: list[np.ndarray]) -> "Sent":
-        """Rounds of so many words, each twice as far as the one before: the first of them stay inside the nodes."""
-        leaving = [self.sharing * sent for i, sent in enumerate(words) if 2 ** (i + 1) > self.sharing]
+        Each worker sends equally much to every other worker. Only what it sends to other nodes
+        crosses the link, but that of all workers of the node does.
+        """
+        sharing = self.workers_per_link
+        return sharing * (self.P - sharing) / (self.P - 1) if self.P > 1 else 1.0
+
+    def butterfly_cost(self, words: list[np.ndarray]) -> "Sent":
+        """The cost of a butterfly's rounds. The first rounds stay inside the nodes.
+
+        Args:
+          words: of each round. The partner of a round is twice as far away as that of the round
+            before.
+        """
+        sharing = self.workers_per_link
+        leaving = [sharing * sent for i, sent in enumerate(words) if 2 ** (i + 1) > sharing]
         return Sent(len(words), sum(words, np.zeros(3)), sum(leaving, np.zeros(3)))
 
-    def union(self, workers: int) -> np.ndarray:
-        """How many elements so many workers have together: at best, expected, at worst."""
+    def union_sizes(self, workers: int) -> np.ndarray:
+        """How many different elements so many workers have: at best, expected, at worst."""
         return np.array([self.k, expected_union(self.n, self.k, workers), min(self.k * workers, self.n)])
 
-    def smaller(self, elements: np.ndarray) -> np.ndarray:
-        """Words of so many elements: sparse, or dense from the thesis's δ on (section 3.3.2), here n/2."""
+    def words_of(self, elements: np.ndarray) -> np.ndarray:
+        """The words of so many elements, sparse or dense, whichever is less.
+
+        They are dense from the thesis's δ on (section 3.3.2), here n/2.
+        """
         return np.minimum(2 * elements, self.n)
 
 
 class Sent(NamedTuple):
-    """What a worker sends: numbers, or three of them: at best, expected, at worst.
+    """What a worker sends.
+
+    An attribute is one number, or an array of three: at best, expected, at worst.
 
     Attributes:
-      messages: between nodes; all of them, for an algorithm of one level.
-      words: likewise.
-      link: words over a node's link meanwhile.
-      inner_messages: inside the nodes.
-      inner_words: likewise.
+      messages: messages between nodes; all messages, for an algorithm of one level.
+      words: words between nodes, likewise.
+      link: words that cross a node's link meanwhile.
+      inner_messages: messages inside the nodes.
+      inner_words: words inside the nodes.
     """
 
     messages: float
@@ -85,123 +112,183 @@ class Sent(NamedTuple):
     inner_words: float | np.ndarray = 0.0
 
 
-def _rounds(workers: int) -> int:
+def log2_rounds(workers: int) -> int:
+    """``log P``: the base-2 logarithm of a number of workers, rounded up."""
     return (workers - 1).bit_length()
 
 
-def _along(messages: float, words: float | np.ndarray) -> Sent:
-    """Rings and trees along the nodes."""
+def ring_or_tree_cost(messages: float, words: float | np.ndarray) -> Sent:
+    """The cost of a ring or a tree along the nodes, which crosses each link once."""
     return Sent(messages, words, words)
 
 
-def _dense(on: Cluster) -> Sent:
-    """Ok-Topk, Table 1, "Dense"."""
-    return _along(2 * _rounds(on.P), 2 * on.n * on.part)
+def split_and_gather_cost(
+    cluster: Cluster, messages: float, split: float | np.ndarray, gathered: float | np.ndarray
+) -> Sent:
+    """The cost of an exchange in which each worker gets its part, and an all-gather of the parts.
+
+    Args:
+      cluster: the workers.
+      messages: of both together.
+      split: words that a worker sends to the others directly.
+      gathered: words of the all-gather, a ring or a tree.
+    """
+    return Sent(messages, split + gathered, split * cluster.link_factor + gathered)
 
 
-def _a2sgd(on: Cluster) -> Sent:
-    """A2SGD, Table II: two means, 64 bits, summed."""
-    return _along(2 * _rounds(on.P), 4 * on.part)
+def dense_cost(cluster: Cluster) -> Sent:
+    """The dense all-reduce: Ok-Topk, Table 1, "Dense"."""
+    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 2 * cluster.n * cluster.others_fraction)
 
 
-def _topk_allgather(on: Cluster) -> Sent:
-    """Ok-Topk, Table 1, "TopkA"; gTop-k, Table I, "TopKAllReduce"."""
-    return _along(_rounds(on.P), 2 * on.k * (on.P - 1))
+def a2sgd_cost(cluster: Cluster) -> Sent:
+    """A2SGD, Table II: an all-reduce of two means, 64 bits."""
+    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 4 * cluster.others_fraction)
 
 
-def _gaussiank(on: Cluster) -> Sent:
-    """Ok-Topk, Table 1, "Gaussiank": the published latency, twice that of TopkA."""
-    return _along(2 * _rounds(on.P), 2 * on.k * (on.P - 1))
+def topk_allgather_cost(cluster: Cluster) -> Sent:
+    """TopkA: Ok-Topk, Table 1, "TopkA"; gTop-k, Table I, "TopKAllReduce"."""
+    return ring_or_tree_cost(log2_rounds(cluster.P), 2 * cluster.k * (cluster.P - 1))
 
 
-def _split_allgather(on: Cluster, messages: float, split: float | np.ndarray, gathered: float | np.ndarray) -> Sent:
-    return Sent(messages, split + gathered, split * on.shared + gathered)
+def gaussiank_cost(cluster: Cluster) -> Sent:
+    """Gaussiank: Ok-Topk, Table 1, with the published latency, twice that of TopkA."""
+    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 2 * cluster.k * (cluster.P - 1))
 
 
-def _topk_dsa(on: Cluster) -> Sent:
-    """Ok-Topk, Table 1, "TopkDSA": from 4k to 2k + n, gathered dense where that is less."""
-    messages = on.P + 2 * _rounds(on.P) if on.P > 1 else 0
-    return _split_allgather(on, messages, 2 * on.k * on.part, on.smaller(on.union(on.P)) * on.part)
+def topk_dsa_cost(cluster: Cluster) -> Sent:
+    """TopkDSA: Ok-Topk, Table 1, "TopkDSA", from 4k to 2k + n.
+
+    The result is gathered dense where that takes fewer words.
+    """
+    messages = cluster.P + 2 * log2_rounds(cluster.P) if cluster.P > 1 else 0
+    gathered = cluster.words_of(cluster.union_sizes(cluster.P)) * cluster.others_fraction
+    return split_and_gather_cost(cluster, messages, 2 * cluster.k * cluster.others_fraction, gathered)
 
 
-def _gtopk(on: Cluster) -> Sent:
-    """A butterfly: both partners of each round compute the same merge, so that no broadcast follows."""
-    return on.butterfly([np.array(2 * on.k)] * _rounds(on.P))
+def gtopk_cost(cluster: Cluster) -> Sent:
+    """gTop-k as a butterfly.
+
+    Both partners of a round compute the same merge, so that no broadcast follows.
+    """
+    return cluster.butterfly_cost([np.array(2 * cluster.k)] * log2_rounds(cluster.P))
 
 
-def _gtopk_tree(on: Cluster) -> Sent:
-    """gTop-k, Table I; Ok-Topk, Table 1, "gTopk": a tree, and a broadcast."""
-    return _along(2 * _rounds(on.P), 4 * on.k * _rounds(on.P))
+def gtopk_tree_cost(cluster: Cluster) -> Sent:
+    """gTop-k as published, a tree and a broadcast: gTop-k, Table I; Ok-Topk, Table 1, "gTopk"."""
+    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 4 * cluster.k * log2_rounds(cluster.P))
 
 
-def _oktopk(on: Cluster) -> Sent:
-    """Ok-Topk, Table 1, from 2k to 6k: split 2k, balance up to 2k, gather 2k. Uniform indices need no balancing."""
-    messages, words = (2 * on.P + 2 * _rounds(on.P) if on.P > 1 else 0), 2 * on.k * on.part
-    return _split_allgather(on, messages, words * np.array([1, 1, 2]), words * np.array([0, 1, 1]))
+def oktopk_cost(cluster: Cluster) -> Sent:
+    """Ok-Topk, Table 1, from 2k to 6k: split 2k, balance up to 2k, gather 2k.
+
+    The best case is the split alone. Uniform indices, the expected case, need no balancing.
+    """
+    messages = 2 * cluster.P + 2 * log2_rounds(cluster.P) if cluster.P > 1 else 0
+    words = 2 * cluster.k * cluster.others_fraction
+    return split_and_gather_cost(cluster, messages, words * np.array([1, 1, 2]), words * np.array([0, 1, 1]))
 
 
-def _ssar_recursive_doubling(on: Cluster) -> Sent:
-    """Thesis, Table 3.1: in each round what 1, 2, 4, ... workers have together; in a last, odd one what is missing."""
-    merged = [min(2**i, on.P - 2**i) for i in range(_rounds(on.P))]
-    return on.butterfly([on.smaller(on.union(workers)) for workers in merged])
+def ssar_recursive_doubling_cost(cluster: Cluster) -> Sent:
+    """SSAR_Rec_Dbl: thesis, Table 3.1.
+
+    In each round a worker sends the elements that 1, 2, 4, ... workers have together. Where P is
+    no power of two, the last round brings the elements of the workers that are missing.
+    """
+    merged = [min(2**i, cluster.P - 2**i) for i in range(log2_rounds(cluster.P))]
+    return cluster.butterfly_cost([cluster.words_of(cluster.union_sizes(workers)) for workers in merged])
 
 
-def _ssar_split_allgather(on: Cluster) -> Sent:
-    """Thesis, Table 3.1; at worst 2 P k, split and gather at their own worst together."""
-    split = 2 * on.k * np.array([on.part, on.part, 1]) * (on.P > 1)
-    return _split_allgather(on, on.P - 1 + _rounds(on.P), split, on.smaller(on.union(on.P)) * on.part)
+def ssar_split_allgather_cost(cluster: Cluster) -> Sent:
+    """SSAR_Split_AllGather: thesis, Table 3.1.
+
+    The worst case, 2 P k, is the worst case of the split plus that of the all-gather.
+    """
+    split = 2 * cluster.k * np.array([cluster.others_fraction, cluster.others_fraction, 1]) * (cluster.P > 1)
+    gathered = cluster.words_of(cluster.union_sizes(cluster.P)) * cluster.others_fraction
+    return split_and_gather_cost(cluster, cluster.P - 1 + log2_rounds(cluster.P), split, gathered)
 
 
-def _dsar_split_allgather(on: Cluster) -> Sent:
-    """Thesis, Table 3.1, and the best case of section 3.3.4: nothing to split, each worker has its own part only."""
-    split = 2 * on.k * np.array([0, on.part, 1]) * (on.P > 1)
-    return _split_allgather(on, on.P - 1 + _rounds(on.P), split, on.n * on.part)
+def dsar_split_allgather_cost(cluster: Cluster) -> Sent:
+    """DSAR_Split_AllGather: thesis, Table 3.1, and the best case of section 3.3.4.
+
+    In the best case each worker has elements of its own part only, so there is nothing to split.
+    """
+    split = 2 * cluster.k * np.array([0, cluster.others_fraction, 1]) * (cluster.P > 1)
+    gathered = cluster.n * cluster.others_fraction
+    return split_and_gather_cost(cluster, cluster.P - 1 + log2_rounds(cluster.P), split, gathered)
 
 
-def _parameter_server(on: Cluster) -> Sent:
-    """A star: the root, whose link has it all, receives everyone's gradient and sends each the sum."""
-    return _along(2 * (on.P - 1), 2 * on.n * (on.P - 1))
+def parameter_server_cost(cluster: Cluster) -> Sent:
+    """A star: the root receives every worker's gradient and sends each worker the sum.
+
+    All of it crosses the root's link.
+    """
+    return ring_or_tree_cost(2 * (cluster.P - 1), 2 * cluster.n * (cluster.P - 1))
 
 
-def _hitopk(on: Cluster) -> Sent:
-    """HiTopKComm, equations 7, 9 and 10, with the indices, which equations 9 and 10 leave out; (8) is no traffic."""
-    between, inside = 2 * on.k / on.gpus * (on.nodes - 1), (on.gpus - 1) / on.gpus
-    gathered = on.smaller(on.union(on.nodes))
+def hitopk_cost(cluster: Cluster) -> Sent:
+    """HiTopKComm, equations 7, 9 and 10; equation 8 is no traffic.
+
+    The indices are counted, too; equations 9 and 10 leave them out.
+    """
+    between = 2 * cluster.k / cluster.gpus * (cluster.nodes - 1)
+    inside = (cluster.gpus - 1) / cluster.gpus
+    gathered = cluster.words_of(cluster.union_sizes(cluster.nodes))
     return Sent(
-        messages=_rounds(on.nodes),
+        messages=log2_rounds(cluster.nodes),
         words=between,
-        link=between * on.gpus,
-        inner_messages=on.gpus - 1 + _rounds(on.gpus),
-        inner_words=inside * (on.n + gathered),
+        link=between * cluster.gpus,
+        inner_messages=cluster.gpus - 1 + log2_rounds(cluster.gpus),
+        inner_words=inside * (cluster.n + gathered),
     )
 
 
-def _torus(on: Cluster) -> Sent:
-    """2D-torus: reduce-scatter inside, all-reduce of the shards between, all-gather inside; rings throughout."""
-    between, inside = 2 * on.n / on.gpus * (on.nodes - 1) / on.nodes, (on.gpus - 1) / on.gpus
-    return Sent(2 * (on.nodes - 1), between, between * on.gpus, 2 * (on.gpus - 1), 2 * on.n * inside)
+def torus_cost(cluster: Cluster) -> Sent:
+    """2D-torus all-reduce, of rings only.
+
+    It is a reduce-scatter inside the nodes, an all-reduce of the shards between them, and an
+    all-gather inside.
+    """
+    between = 2 * cluster.n / cluster.gpus * (cluster.nodes - 1) / cluster.nodes
+    inside = (cluster.gpus - 1) / cluster.gpus
+    return Sent(
+        messages=2 * (cluster.nodes - 1),
+        words=between,
+        link=between * cluster.gpus,
+        inner_messages=2 * (cluster.gpus - 1),
+        inner_words=2 * cluster.n * inside,
+    )
 
 
-def _dense_hierarchical(on: Cluster) -> Sent:
-    """A reduction to one worker of each node, the dense all-reduce between these, a broadcast inside."""
-    between, inside = 2 * on.n * (on.nodes - 1) / on.nodes, (on.gpus - 1) / on.gpus
-    return Sent(2 * _rounds(on.nodes), between, between, 4 * _rounds(on.gpus), 4 * on.n * inside)
+def dense_hierarchical_cost(cluster: Cluster) -> Sent:
+    """A reduction to one worker a node, a dense all-reduce between these, a broadcast inside."""
+    between = 2 * cluster.n * (cluster.nodes - 1) / cluster.nodes
+    inside = (cluster.gpus - 1) / cluster.gpus
+    return Sent(
+        messages=2 * log2_rounds(cluster.nodes),
+        words=between,
+        link=between,
+        inner_messages=4 * log2_rounds(cluster.gpus),
+        inner_words=4 * cluster.n * inside,
+    )
 
 
+# The model of each algorithm, by the algorithm's name.
 MODELS: dict[str, Callable[[Cluster], Sent]] = {
-    "dense": _dense,
-    "a2sgd": _a2sgd,
-    "topk_allgather": _topk_allgather,
-    "topk_dsa": _topk_dsa,
-    "gtopk": _gtopk,
-    "gtopk_tree": _gtopk_tree,
-    "gaussiank": _gaussiank,
-    "oktopk": _oktopk,
-    "ssar_recursive_doubling": _ssar_recursive_doubling,
-    "ssar_split_allgather": _ssar_split_allgather,
-    "dsar_split_allgather": _dsar_split_allgather,
-    "parameter_server": _parameter_server,
-    "hitopk": _hitopk,
-    "torus": _torus,
-    "dense_hierarchical": _dense_hierarchical,
+    "dense": dense_cost,
+    "a2sgd": a2sgd_cost,
+    "topk_allgather": topk_allgather_cost,
+    "topk_dsa": topk_dsa_cost,
+    "gtopk": gtopk_cost,
+    "gtopk_tree": gtopk_tree_cost,
+    "gaussiank": gaussiank_cost,
+    "oktopk": oktopk_cost,
+    "ssar_recursive_doubling": ssar_recursive_doubling_cost,
+    "ssar_split_allgather": ssar_split_allgather_cost,
+    "dsar_split_allgather": dsar_split_allgather_cost,
+    "parameter_server": parameter_server_cost,
+    "hitopk": hitopk_cost,
+    "torus": torus_cost,
+    "dense_hierarchical": dense_hierarchical_cost,
 }

@@ -1,4 +1,4 @@
-"""One host's part in ``jsparse bench network``: synchronises by every form, and times and counts it."""
+"""A worker of ``jsparse bench network``: synchronises in every form, and times and counts each."""
 
 import functools
 import itertools
@@ -18,7 +18,10 @@ from .._engine.transform import SparseAllReduce, sync
 from .._vector.pending import Pending
 from .alone import Alone
 from .forms import FORMS, Form
-from .job import Job, Meter, ask_for_rate, gradients, tell
+from .gradients import worker_gradients
+from .job import Job
+from .reports import ask_for_rate, tell
+from .timing import Meter
 
 AXES = ("pairs", "hosts")
 WARM_UP = 3
@@ -37,7 +40,7 @@ def main(text: str) -> None:
 
 
 def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], float]:
-    """The largest of what all workers of a mesh say, once all have."""
+    """A function that returns the largest of the numbers that all workers of a mesh pass to it."""
     along = NamedSharding(mesh, PartitionSpec(axis))
     largest = jax.jit(
         jax.shard_map(lambda x: AxisComm(axis).pmax(x), mesh=mesh, in_specs=along.spec, out_specs=PartitionSpec())
@@ -51,10 +54,10 @@ def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], floa
 
 
 class Worker:
-    """One of several.
+    """One of the job's hosts.
 
     Attributes:
-      meter: times and counts what it does.
+      meter: times its steps and counts their bytes.
     """
 
     def __init__(self, job: Job, rank: int):
@@ -63,11 +66,11 @@ class Worker:
         pairs = 2 if job.hosts % 2 == 0 else 1
         self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
-        self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in gradients(job.size, rank)]
+        self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in worker_gradients(job.size, rank)]
         self.meter = Meter(agreement(self._mesh, AXES))
 
     def measure(self, form: Form) -> None:
-        """Measures one form at every rate, and tells of it."""
+        """Measures one form at every rate, and reports the figures."""
         job = self._job
         tx = form.make(*(AXES if form.levels else (AXES,)), density=job.density)
         whole = Whole(tx, self._mesh, self._grads, dense_update=form.dense_update)
@@ -94,7 +97,7 @@ class Worker:
             )
 
     def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
-        """Programs of this host alone: its computing, and its accumulation and selection."""
+        """Programs without the network: all computation, and accumulation with selection alone."""
         sizes = dict(self._mesh.shape)
 
         def lone(comm: Any) -> Any:
@@ -110,19 +113,24 @@ class Worker:
 
 
 def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> Callable[..., Any]:
-    """``(gradient, state) -> (state, mean)``, the mean left sparse where it can be; ``seen`` hears whether it was.
+    """A step ``(gradient, state) -> (state, mean)``, whose mean stays sparse where it can.
 
-    The state comes first: JAX hands donated memory to the first result of its shape, and a dense mean has that of the
-    residual here.
+    The state comes first among the results: JAX hands donated memory to the first result of its
+    shape, and a dense mean has the shape of the residual here.
+
+    Args:
+      tx: the transformation.
+      dense_update: make the mean dense in any case.
+      seen: at each trace, whether the mean stays sparse is appended to this list.
     """
 
     def sparse(grads, state) -> bool:
         if dense_update:
             return False
         try:
-            # Only its shapes: what it sends would stay in the program.
+            # Only the shapes are traced: a real call would leave its messages in the program.
             jax.eval_shape(functools.partial(sync, tx), grads, state)
-        except ValueError:  # It has a dense sum.
+        except ValueError:  # The sum of this transformation is dense.
             return False
         return True
 
@@ -138,12 +146,12 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> C
 
 
 class Whole:
-    """Synchronisations, one after the other, each of the next gradient.
+    """Whole synchronisations: each call synchronises the next gradient.
 
     Attributes:
-      sends: what one can send.
-      words: what each said it sent, in words.
-      memory: temporary, over the gradient's own.
+      sends: what one synchronisation can send, at least and at most.
+      words: the words that each synchronisation reports as sent.
+      memory: temporary memory, over the gradient's own; None where XLA does not tell.
       sparse: whether the mean stays sparse.
     """
 
@@ -175,17 +183,20 @@ class Whole:
 
 
 class Selecting:
-    """Accumulation and selection alone."""
+    """Accumulation and selection alone: each call selects from the next gradient.
+
+    Nothing is delivered, so the whole accumulated vector stays in the residual.
+    """
 
     def __init__(self, synchroniser: Any, grads: list[jax.Array]):
         (bucket,) = synchroniser.space.buckets([jax.ShapeDtypeStruct(grads[0].shape, grads[0].dtype)])
         layout, select = synchroniser.space.layout(bucket), synchroniser.reducer.select
 
         def step(grad, residual, state, number):
-            # The condition is no constant, with which XLA would add in another, slower way than in a step.
+            # The condition is computed: with a constant one XLA adds in a slower way than in a step.
             pending = Pending(residual, [grad[: layout.n]], number >= 0, layout, float(jnp.finfo(layout.dtype).max))
             acc, x, state = select.accumulate_and_select(pending, state, number, jnp.int32(0))
-            # What was selected is delivered, and all the rest stays.
+            # What was selected stays in the residual, too: nothing is delivered.
             return acc, x, state
 
         self._state = jnp.zeros(layout.n), select.init(layout.n, jnp.float32)
