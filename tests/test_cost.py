@@ -9,7 +9,7 @@ import pytest
 
 import jsparse
 import transports
-from algorithms import DENSITY, ROWS, Row
+from algorithms import DENSITY, ROWS, Row, case, some
 from jsparse import cost
 from jsparse._vector.density import elements_kept
 from transports import AXIS
@@ -21,11 +21,7 @@ GTOPK_CLUSTER = (0.436e-3, 3.6e-8)  # gTop-k, Figure 8: seconds a message, and a
 # Where a row has many sizes, some, and the others with the slow tests: one worker, a power of two, and others.
 OFTEN = (1, 3, 7, 16)
 CASES = [
-    pytest.param(
-        row, size, id=f"{row}-{size}", marks=[pytest.mark.slow] if len(row.sizes) > 3 and size not in OFTEN else []
-    )
-    for row in ROWS
-    for size in row.sizes
+    case(row, size, slow=len(row.sizes) > 3 and size not in some(row, *OFTEN)) for row in ROWS for size in row.sizes
 ]
 
 

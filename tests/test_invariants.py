@@ -23,7 +23,7 @@ STEPS = 6
 # power of two and one more, as 3 is; 7 is one with three more.)
 SELDOM = (4, 5, 16)
 CASES = [
-    case(row, size, slow=len(row.sizes) > 4 and size in SELDOM and size != row.quick)
+    case(row, size, slow=len(row.sizes) > 4 and size in SELDOM and size != row.usual_size)
     for row in ROWS
     for size in row.sizes
 ]
@@ -301,9 +301,9 @@ def over_transports() -> Iterator[Any]:
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
-            yield case(row, size, "shard_map", slow=few and size != row.quick)
+            yield case(row, size, "shard_map", slow=few and size != row.usual_size)
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
-            yield case(row, row.quick, transport, slow=few)
+            yield case(row, row.usual_size, transport, slow=few)
 
 
 @pytest.mark.parametrize("row, size, transport", list(over_transports()))
@@ -355,8 +355,8 @@ def test_every_element_gets_its_turn(row: Row, size: int, scenario: str):
     for step in run(row, size, scenarios.stream(scenario, size, 8 * (size + 1) * N // k)):
         arrived |= step.updates[0] != 0
         if arrived.all():
-            return
-    pytest.fail(f"never arrived: {np.flatnonzero(~arrived)}")
+            break
+    assert arrived.all(), f"never arrived: {np.flatnonzero(~arrived)}"
 
 
 @pytest.mark.parametrize("row, size", CASES)
