@@ -27,11 +27,13 @@ from ._reshard.reshard import reshard
 from ._share.parts import in_parts, map_in_parts
 from ._share.sharded import sharded
 from ._share.trust_ratio import lamb, lars, scale_by_trust_ratio
+from ._train.gradients import local_value_and_grad
 from ._train.per_worker import PerWorkerState, ShardedState, per_worker
-from ._train.placement import init, state_specs
+from ._train.placement import state_specs
 from ._train.state import TrainState, sync_params
 from ._train.stats import Stats, residual, stats
-from ._train.step import TrainStep, local_value_and_grad, train_step
+from ._train.step import TrainStep, train_step
+from ._train.workers import init
 from ._vector.sparse_vector import SparseVector
 
 __all__ = [

@@ -215,7 +215,7 @@ def check_replicas_that_differ():
     assert not np.array_equal(everyone[0], everyone[-1])
     average = jsparse.sync_params(state, comm)
     np.testing.assert_allclose(average["w"], np.mean(everyone, axis=0)[0], rtol=1e-6)
-    np.testing.assert_array_equal(step.sync(state).params["w"][0], average["w"])
+    np.testing.assert_array_equal(step.sync_params(state).params["w"][0], average["w"])
 
 
 def refused(message: str, fn: Callable[..., Any], *args: Any) -> None:

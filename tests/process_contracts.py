@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import processes
-from jsparse._train import placement as _state
+from jsparse._train import stats as _state
 
 AXIS = "data"
 

@@ -93,7 +93,7 @@ def train(case: Case, mesh: Mesh, axis: str | tuple[str, ...]) -> dict[str, np.n
         losses.append(float(loss))
     per_worker = case.options.get("params") == "per_worker"
     if per_worker:
-        state = step.sync(state)
+        state = step.sync_params(state)
         params = jsparse.sync_params(state, axis, mesh=mesh)
     else:
         params = state.params

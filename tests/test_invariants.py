@@ -141,7 +141,8 @@ def handled(step: Step) -> np.ndarray:
 
 
 def assert_own_updates(row: Row, step: Step) -> None:
-    """Where replicas differ: each worker's update is what the oracle says, to rounding."""
+    """Where replicas differ: each worker's update is what the oracle says, to rounding; all of it is delivered."""
+    np.testing.assert_array_equal(step.after.report.delivered, N)
     rounding = 2e-6 * np.abs(step.given).max()
     np.testing.assert_allclose(step.updates, row.oracle(step.given), rtol=2e-6, atol=rounding)
 
@@ -251,6 +252,7 @@ def test_a_non_finite_gradient_is_seen_by_all_and_changes_nothing(row: Row, size
             assert np.isnan(step.updates).all()
             jax.tree.map(np.testing.assert_array_equal, step.before.buckets, step.after.buckets)
             np.testing.assert_array_equal(step.before.step, step.after.step)
+            assert not np.any(step.after.report.delivered)
         else:
             assert not np.isfinite(step.updates[:, 700]).any()
     clean = list(run(row, size, [before, after]))

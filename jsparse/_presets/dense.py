@@ -75,7 +75,7 @@ def qsgd(
       A gradient transformation.
 
     **Cost**, with 4 levels: 3.2 bits a value and 4 bytes a bucket, ``0.102 n (P-1)`` words and ``log P`` messages a
-    worker; split ``0.216 n (P-1)/P`` words and ``P - 1 + log P`` messages.
+    worker; split ``0.204 n (P-1)/P`` words and ``P - 1 + log P`` messages.
 
     References:
       Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NIPS 2017.

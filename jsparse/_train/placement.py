@@ -1,4 +1,4 @@
-"""Optimizer states that hold something for each worker: making and placing them."""
+"""Placing a chain's state: which leaves differ between workers, and which chains would place them wrongly."""
 
 from typing import Any
 
@@ -9,74 +9,39 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas import varying_axes
 
-from .._comm.comm import AxisComm, Comm, CommLike, as_comm
-from .._comm.processes import check_equal_values, numbers, put_everywhere
+from .._comm.comm import AxisComm, Comm
 from .._engine.state import SparseAllReduceState, WorkerState
 from .per_worker import PerWorkerState, ShardedState
 
 AxisName = str | tuple[str, ...]
 
 
-def init(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    mesh: Mesh | None,
-    axis: AxisName | Comm,
-    *,
-    per_worker: bool = False,
-) -> optax.OptState:
-    """Initialises a chain's state outside ``shard_map``, each worker's part on its own devices.
+def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
+    """A PartitionSpec for every leaf of a chain's state: ours and other transformations'.
 
     Args:
-      tx: the chain.
-      params: its parameters, for all workers alike at the beginning (where there are several processes, in each the
-        same; or global arrays).
-      mesh: the devices; None where each process is one worker, with arrays of its own.
-      axis: the mesh axis, or axes, along which the workers stand; without a mesh a :class:`Comm` of all of them, such
-        as :class:`MpiComm`. All processes must call it then, and what types would tell is not checked.
-      per_worker: whether each worker is to have parameters of its own, so that updates may differ. Wrap the whole chain
-        in :func:`jsparse.per_worker` then.
+      opt_state: the state, or its shapes.
+      axis: the mesh axis, or axes, along which the workers stand.
 
     Returns:
-      The state as global arrays, placed as :func:`state_specs` says; without a mesh ``tx.init(params)``.
+      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers (in a
+      :class:`ShardedState`, its own axes), and ``PartitionSpec()`` elsewhere: ``in_specs`` and ``out_specs`` for
+      ``jax.shard_map``.
 
     Raises:
-      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; several processes have different parameters;
-        or the chain would let replicas drift apart: a state that differs between workers is not in
-        :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike on all of them.
+      ValueError: a transformation before the all-reduce has a state that differs between workers and is not wrapped
+        in :func:`jsparse.per_worker`; or the all-reduce stands inside ``optax.MultiSteps`` or
+        ``optax.apply_if_finite``.
     """
-    if mesh is None:
-        return _init_here(tx, params, of_processes(axis), per_worker)
-    axis = check_axis(mesh, axis)
-    everywhere = PartitionSpec()
-    specs: Any = None
+    check_order(opt_state)
 
-    def probe(params):
-        nonlocal specs
-        state = tx.init(params)
-        specs = state_specs(state, axis)
-        _check_update(tx, params, state, specs, axis, per_worker)
-        return jnp.zeros(())
+    def spec(state):
+        return state.specs(axis) if isinstance(state, WorkerState) else PartitionSpec()
 
-    jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=everywhere, out_specs=everywhere), params)
-    make = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=everywhere, out_specs=specs))
-    return make(put_everywhere(params, mesh))
+    return jax.tree.map(spec, opt_state, is_leaf=lambda state: isinstance(state, WorkerState))
 
 
-def _init_here(tx: optax.GradientTransformation, params: optax.Params, comm: Comm, per_worker: bool) -> optax.OptState:
-    """The state of the one worker that this process is."""
-    state = jax.jit(tx.init)(params)  # Jitted, so that no two leaves are one array: it can be donated.
-    _check_order(state)
-    if not per_worker and not _holds(state, SparseAllReduceState):
-        raise ValueError(
-            "nothing in the chain communicates, and parameters would drift apart: put an all-reduce into it, such as "
-            'jsparse.dense(comm), or give each worker parameters of its own: train_step(..., params="per_worker")'
-        )
-    check_equal_values(numbers(params), lambda digest: comm.all_gather(jnp.asarray(digest)))
-    return state
-
-
-def _check_update(
+def check_update(
     tx: optax.GradientTransformation,
     params: optax.Params,
     state: optax.OptState,
@@ -112,39 +77,6 @@ def _check_update(
     jax.tree_util.tree_map_with_path(lambda path, leaf, spec: check(path, leaf, spec, "the state "), state, specs)
 
 
-def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
-    """A PartitionSpec for every leaf of a chain's state: ours and other transformations'.
-
-    Args:
-      opt_state: the state, or its shapes.
-      axis: the mesh axis, or axes, along which the workers stand.
-
-    Returns:
-      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers (in a
-      :class:`ShardedState`, its own axes), and ``PartitionSpec()`` elsewhere: ``in_specs`` and ``out_specs`` for
-      ``jax.shard_map``.
-
-    Raises:
-      ValueError: a transformation before the all-reduce has a state that differs between workers and is not wrapped
-        in :func:`jsparse.per_worker`; or the all-reduce stands inside ``optax.MultiSteps`` or
-        ``optax.apply_if_finite``.
-    """
-    _check_order(opt_state)
-
-    def spec(state):
-        return state.specs(axis) if isinstance(state, WorkerState) else PartitionSpec()
-
-    return jax.tree.map(spec, opt_state, is_leaf=lambda state: isinstance(state, WorkerState))
-
-
-def of_processes(axis: CommLike) -> Comm:
-    """The Comm of processes with arrays of their own."""
-    comm = as_comm(axis)
-    if isinstance(comm, AxisComm):
-        raise ValueError(f"axis is {comm.axis!r}, and mesh is None: pass a mesh, or a Comm such as jsparse.MpiComm()")
-    return comm
-
-
 def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
     """The axis, which the mesh has."""
     if not isinstance(axis, str | tuple):
@@ -157,10 +89,10 @@ def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
     return axis
 
 
-def _check_order(state: Any, per_worker: bool = False) -> None:
+def check_order(state: Any, per_worker: bool = False) -> None:
     """Refuses a chain that would be placed, or run, wrongly; all inside ``per_worker`` is placed rightly."""
     per_worker |= isinstance(state, PerWorkerState)
-    if not _holds(state, SparseAllReduceState):
+    if not holds(state, SparseAllReduceState):
         return
     if isinstance(state, optax.MultiStepsState):
         raise ValueError(
@@ -175,16 +107,16 @@ def _check_order(state: Any, per_worker: bool = False) -> None:
         )
     children = _children(state)
     if type(state) is tuple and not per_worker:
-        ours = max(i for i, child in enumerate(children) if _holds(child, SparseAllReduceState))
+        ours = max(i for i, child in enumerate(children) if holds(child, SparseAllReduceState))
         for i, child in enumerate(children[:ours]):
-            if not _holds(child, SparseAllReduceState) and _remembers(child):
+            if not holds(child, SparseAllReduceState) and _remembers(child):
                 raise ValueError(
                     f"member {i} of the chain, with state {type(child).__name__}, stands before the all-reduce and "
                     "remembers gradients, which differ between workers there: wrap it in jsparse.per_worker(...)"
                 )
     for child in children:
         if child is not state:
-            _check_order(child, per_worker)
+            check_order(child, per_worker)
 
 
 def _remembers(state: Any) -> bool:
@@ -199,7 +131,7 @@ def _remembers(state: Any) -> bool:
     return any(_remembers(child) for child in children)
 
 
-def _holds(state: Any, kind: type) -> bool:
+def holds(state: Any, kind: type) -> bool:
     return any(isinstance(node, kind) for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind)))
 
 

@@ -1,17 +1,17 @@
 """What a training step carries, and its average over workers that differ."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from .._comm.comm import AxisComm, Comm, CommLike, as_comm
 from .._vector.layout import Layout
 from .placement import AxisName, check_axis
+from .workers import number_of_workers, workers_of
 
 
 class TrainState(NamedTuple):
@@ -44,7 +44,7 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
 
     Returns:
       The mean, alike on all workers. With ``mesh`` it is replicated over it and has no leading axis: ordinary
-      parameters. To go on training, use the step's own :meth:`TrainStep.sync`.
+      parameters. To go on training, use the step's own :meth:`TrainStep.sync_params`.
 
     Raises:
       ValueError: the axis is not bound and there is no ``mesh``; or with ``mesh``, it lacks the axis, or a leaf has no
@@ -82,21 +82,8 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
 @functools.cache
 def averaging(mesh: Mesh | None, axis: AxisName | Comm, stacked: bool) -> Callable[[Any], Any]:
     """The mean of what workers have, jitted: once; or stacked, for each of them, and the old ones donated."""
-    comm = as_comm(axis)
-
-    def local(tree):
-        means = mean(comm, jax.tree.map(lambda x: x[0], tree))
-        return jax.tree.map(lambda x: comm.varying(x)[None], means) if stacked else means
-
-    average = local
-    if mesh is not None:
-        parted = PartitionSpec(axis)
-        average = jax.shard_map(local, mesh=mesh, in_specs=parted, out_specs=parted if stacked else PartitionSpec())
-    return jax.jit(average, donate_argnums=0 if stacked else ())
-
-
-def number_of_workers(mesh: Mesh, axis: AxisName) -> int:
-    return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
+    workers = workers_of(mesh, axis)
+    return workers.on_each(functools.partial(mean, workers.comm), stacked=stacked)
 
 
 def mean(comm: Comm, tree: Any) -> Any:

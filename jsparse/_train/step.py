@@ -1,50 +1,20 @@
 """A whole data-parallel training step."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh
 
-from .._comm.comm import Comm, CommLike, as_comm
+from .._comm.comm import Comm
+from .gradients import Gradients, Loss
 from .per_worker import per_worker
-from .placement import AxisName, check_axis, init, of_processes
+from .placement import AxisName
 from .state import TrainState, averaging, mean
-from .workers import OnMesh, Process
-
-
-def local_value_and_grad(
-    loss_fn: Callable[..., Any], axis: CommLike, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    """``jax.value_and_grad`` of each worker's own loss, with each worker's own gradient.
-
-    Under ``jax.shard_map(check_vma=True)`` the gradient with respect to replicated parameters is summed over the
-    workers before one sees it; here it is not. Elsewhere this is ``jax.value_and_grad``.
-
-    Args:
-      loss_fn: the worker's loss, without any psum or pmean over workers in it.
-      axis: the mesh axis, or axes, along which the workers stand.
-      argnums: which argument, or arguments, to differentiate.
-      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
-
-    Returns:
-      A function with the arguments of ``loss_fn`` that returns ``(value, gradient)``.
-    """
-    comm = as_comm(axis)
-    value_and_grad = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
-
-    def local(*args, **kwargs):
-        args = list(args)
-        for i in (argnums,) if isinstance(argnums, int) else argnums:
-            args[i] = comm.varying(args[i])
-        value, grads = value_and_grad(*args, **kwargs)
-        return value, comm.varying(grads)
-
-    return local
+from .workers import Workers, workers_of
 
 
 class TrainStep:
@@ -54,17 +24,9 @@ class TrainStep:
     averaged over workers and micro-batches. It donates the old state, which can't be used again.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        place: Callable[..., TrainState],
-        sync: Callable[[Any], Any] | None,
-        ground: OnMesh | Process,
-        micro_batches: int,
-        with_key: bool,
-    ):
-        self._run, self._place, self._sync, self._with_key = run, place, sync, with_key
-        self._ground, self._micro_batches = ground, micro_batches
+    def __init__(self, body: "Body", place: Callable[..., TrainState], average: Callable[[Any], Any] | None):
+        self._body, self._place, self._average = body, place, average
+        self._run = jax.jit(body.run, donate_argnums=0)
 
     def init(self, params: Any, model_state: Any = None) -> TrainState:
         """Makes the state before the first step, each worker's part on its own devices.
@@ -81,7 +43,7 @@ class TrainStep:
         """
         return self._place(params, model_state)
 
-    def sync(self, state: TrainState) -> TrainState:
+    def sync_params(self, state: TrainState) -> TrainState:
         """Averages the parameters that workers have of their own, so that training goes on from equal ones.
 
         All floats go in one message. The optimizer's and the model's state stay as they are.
@@ -97,9 +59,11 @@ class TrainStep:
 
         **Cost**: that of :func:`jsparse.sync_params`.
         """
-        if self._sync is None:
-            raise ValueError('parameters are alike on all workers: sync is for train_step(..., params="per_worker")')
-        return state._replace(params=self._sync(state.params))
+        if self._average is None:
+            raise ValueError(
+                'parameters are alike on all workers: sync_params is for train_step(..., params="per_worker")'
+            )
+        return state._replace(params=self._average(state.params))
 
     def __call__(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> tuple[TrainState, Any]:
         """Trains on one batch.
@@ -130,20 +94,21 @@ class TrainStep:
 
     def _whole(self, batch: Any, key: jax.Array | None) -> Any:
         """The batch of all processes; refused if it can't be divided, or if a key is missing or too much."""
+        workers, gradients = self._body.workers, self._body.gradients
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape, (workers, whose) = jnp.shape(leaf), self._ground.sharers(leaf)
-            parts = workers * self._micro_batches
+            shape, (count, whose) = jnp.shape(leaf), workers.sharers(leaf)
+            parts = count * gradients.micro_batches
             if not shape or not shape[0] or shape[0] % parts:
                 raise ValueError(
                     f"batch leaf {jax.tree_util.keystr(path)} has shape {shape}; its leading axis is divided among "
                     f"{whose}workers and micro-batches, so its length must be a positive multiple of {parts}"
                 )
-        if (key is not None) != self._with_key:
+        if (key is not None) != gradients.loss.with_key:
             raise ValueError(
                 "pass a random key to the step if and only if train_step was given with_key=True, "
                 "and loss_fn takes it as the keyword argument key"
             )
-        return self._ground.whole(batch)
+        return workers.whole(batch)
 
 
 def train_step(
@@ -177,7 +142,7 @@ def train_step(
       params: whether all workers have the same parameters (``"replicated"``), or each its own (``"per_worker"``:
         leaves, and those of the whole chain's state, have a worker axis): for algorithms after which replicas differ,
         such as :func:`jsparse.a2sgd`, or a chain without any all-reduce (local SGD). All begin with the same; the
-        step's ``sync`` averages them now and then, :func:`jsparse.sync_params` at the end.
+        step's ``sync_params`` averages them now and then, :func:`jsparse.sync_params` at the end.
       model_state: what becomes of what the model keeps beside parameters, such as BatchNorm's statistics: averaged
         over the workers after each step (``"mean"``; its bytes are sent and counted), or kept by each worker for
         itself (``"per_worker"``: leaves have a leading axis of P; random keys among them are made different). A key in
@@ -201,7 +166,7 @@ def train_step(
       for batch in batches:
           state, loss = step(state, batch)
     """
-    ground = Process(of_processes(axis)) if mesh is None else OnMesh(mesh, check_axis(mesh, axis), check_vma)
+    workers = workers_of(mesh, axis, check_vma=check_vma)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; it is how many parts a batch has, at least 1")
     if params not in ("replicated", "per_worker"):
@@ -210,96 +175,82 @@ def train_step(
         raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
     differ = params == "per_worker"
     tx = per_worker(tx) if differ else tx
-    comm = ground.comm
-    update = optax.with_extra_args_support(tx).update
-    uniform = _uniform(loss_fn, has_aux=has_aux, has_model_state=model_state is not None, with_key=with_key)
-    value_and_grad = local_value_and_grad(uniform, comm, has_aux=True)
+    loss = Loss(loss_fn, has_aux, model_state is not None, with_key)
+    gradients = Gradients(loss, workers.comm, micro_batches)
+    body = Body(workers, gradients, optax.with_extra_args_support(tx).update, differ, model_state)
+    average = averaging(mesh, axis, True) if differ else None
+    return TrainStep(body, lambda params, kept: _first_state(body, tx, params, kept), average)
 
-    def micro_step(params, kept, part, key, number):
-        if with_key:
-            key = jax.random.fold_in(jax.random.fold_in(key, comm.rank()), number)
-        (value, (kept, aux)), grads = value_and_grad(params, part, kept, key)
-        return kept, (value, aux), grads
 
-    def accumulate(params, kept, batch, key):
-        if micro_batches == 1:
-            return micro_step(params, kept, batch, key, 0)
-        parts = jax.tree.map(lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), batch)
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """What a training step does, in the order of its methods.
 
-        def add(carry, numbered):
-            kept, total = carry
-            kept, report, grads = micro_step(params, kept, numbered[1], key, numbered[0])
-            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype) / micro_batches, total, grads)
-            return (comm.varying(kept), total), report
+    Attributes:
+      workers: where it runs.
+      gradients: a worker's gradient.
+      update: the chain's.
+      differ: whether each worker has parameters of its own.
+      model_state: what becomes of the model state.
+    """
 
-        wide = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.result_type(p, jnp.float32)), params)
-        start = comm.varying((kept, wide))
-        (kept, total), reports = lax.scan(add, start, (jnp.arange(micro_batches), parts))
-        report = jax.tree.map(lambda x: jnp.mean(x, axis=0), reports)
-        return kept, report, jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+    workers: Workers
+    gradients: Gradients
+    update: Callable[..., Any]
+    differ: bool
+    model_state: Literal["mean", "per_worker"] | None
 
-    def local_step(state, batch, key):
-        params, kept = state.params, state.model_state
-        if differ:
-            params = jax.tree.map(lambda x: x[0], params)
-        if model_state == "per_worker":
-            kept = jax.tree.map(lambda x: x[0], kept)
-        kept, report, grads = accumulate(params, kept, batch, key)
-        report = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), report)
-        if model_state == "mean":
-            report, kept = mean(comm, (report, kept))
-        else:
-            report = mean(comm, report)
-            kept = jax.tree.map(lambda x: comm.varying(x)[None], kept)
-        updates, opt_state = update(grads, state.opt_state, params, value=report[0])
+    @property
+    def stacked(self) -> TrainState:
+        """Which parts of the state have a leading axis for the workers; the optimizer's tells itself."""
+        return TrainState(self.differ, None, self.model_state == "per_worker")
+
+    def run(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
+        """One step on all workers."""
+        state, (value, aux) = self.workers.run(self.local_step, self.stacked, state, batch, key)
+        return state, (value, aux) if self.gradients.loss.has_aux else value
+
+    def local_step(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
+        """One step on one worker: its gradient, the synchronisation in the chain, the update."""
+        params, kept = self.own(state)
+        kept, report, grads = self.gradients(params, kept, batch, key)
+        report, kept = self.share(report, kept)
+        updates, opt_state = self.update(grads, state.opt_state, params, value=report[0])
         params = optax.apply_updates(params, updates)
-        if differ:
-            params = jax.tree.map(lambda x: comm.varying(x)[None], params)
-        return TrainState(params, opt_state, kept), report
+        return TrainState(self.stack(params) if self.differ else params, opt_state, kept), report
 
-    # Which parts of the state have a leading axis for the workers; the optimizer's tells itself.
-    stacked = TrainState(differ, None, model_state == "per_worker")
+    def own(self, state: TrainState) -> tuple[Any, Any]:
+        """This worker's parameters and model state, without the leading axis."""
+        parts = (state.params, self.differ), (state.model_state, self.stacked.model_state)
+        params, kept = (jax.tree.map(lambda x: x[0], tree) if alone else tree for tree, alone in parts)
+        return params, kept
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(state, batch, key):
-        state, (value, aux) = ground.run(local_step, stacked, state, batch, key)
-        return state, (value, aux) if has_aux else value
+    def share(self, report: Any, kept: Any) -> tuple[Any, Any]:
+        """The report's mean over the workers; and the model state's, or this worker's with its leading axis."""
+        report = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), report)
+        if self.model_state == "mean":
+            return mean(self.workers.comm, (report, kept))
+        return mean(self.workers.comm, report), self.stack(kept)
 
-    def place(params, kept):
-        if (kept is None) != (model_state is None):
-            raise ValueError(
-                f"train_step was given model_state={model_state!r}, and init {'no' if kept is None else 'a'} model "
-                "state: say what becomes of one, or leave it out in both places"
-            )
-        params, kept = ground.replicate(jax.tree.map(_strong_copy, (params, kept)))
-        opt_state = init(tx, params, mesh, axis, per_worker=differ)
-        if differ:
-            params = ground.for_each(params)
-        if model_state == "per_worker":
-            kept = ground.for_each(kept)
-        return TrainState(params, opt_state, kept)
-
-    sync = averaging(mesh, axis, True) if differ else None
-    return TrainStep(run, place, sync, ground, micro_batches, with_key)
+    def stack(self, tree: Any) -> Any:
+        """What one worker has, with the leading axis."""
+        return jax.tree.map(lambda x: self.workers.comm.varying(x)[None], tree)
 
 
-def _uniform(
-    loss_fn: Callable[..., Any], *, has_aux: bool, has_model_state: bool, with_key: bool
-) -> Callable[..., Any]:
-    """The loss function in one form: ``(params, batch, model_state, key) -> (loss, (model_state, aux))``."""
-
-    def uniform(params, batch, model_state, key):
-        kwargs = {"model_state": model_state} if has_model_state else {}
-        if with_key:
-            kwargs["key"] = key
-        out = loss_fn(params, batch, **kwargs)
-        if has_model_state:
-            loss, rest = out
-            return loss, rest if has_aux else (rest, None)
-        loss, aux = out if has_aux else (out, None)
-        return loss, (None, aux)
-
-    return uniform
+def _first_state(body: Body, tx: optax.GradientTransformation, params: Any, kept: Any) -> TrainState:
+    if (kept is None) != (body.model_state is None):
+        raise ValueError(
+            f"train_step was given model_state={body.model_state!r}, and init {'no' if kept is None else 'a'} model "
+            "state: say what becomes of one, or leave it out in both places"
+        )
+    workers = body.workers
+    params, kept = workers.everywhere(jax.tree.map(_strong_copy, (params, kept)))
+    opt_state = workers.begin(tx, params, per_worker=body.differ)
+    if body.differ:
+        params = workers.for_each(params)
+    if body.stacked.model_state:
+        kept = workers.for_each(kept)
+    return TrainState(params, opt_state, kept)
 
 
 def _strong_copy(x: Any) -> jax.Array:

@@ -1,31 +1,147 @@
-"""Where the workers of a training step are: along a mesh, or each in a process of its own."""
+"""Where the workers are: along axes of a mesh, or each in a process of its own."""
 
-from typing import Any
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._comm.comm import AxisComm, Comm
-from .._comm.processes import from_shares, is_share, local_workers, put_everywhere
-from .placement import AxisName, state_specs
-from .state import TrainState, number_of_workers
+from .._comm.comm import AxisComm, Comm, as_comm
+from .._comm.processes import check_equal_values, from_shares, is_share, local_workers, numbers, put_everywhere
+from .._engine.state import SparseAllReduceState
+from .placement import AxisName, check_axis, check_order, check_update, holds, state_specs
+
+
+class Workers(Protocol):
+    """The workers of a program, as a training step sees them.
+
+    Attributes:
+      comm: how they talk.
+    """
+
+    @property
+    def comm(self) -> Comm: ...
+
+    def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
+        """The state of a chain before the first step, placed; refuses a chain that would let replicas drift."""
+        ...
+
+    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
+        """Runs ``local(state, batch, key) -> (state, report)`` on every worker.
+
+        Args:
+          local: sees one worker's part of the state and of the batch.
+          stacked: a state of bools: which parts have a leading axis for the workers; None for the
+            optimizer's, which tells itself.
+          state, batch, key: global arrays, or this process's.
+        """
+        ...
+
+    def sharers(self, leaf: Any) -> tuple[int, str]:
+        """How many workers a leaf of a batch is divided among, and whose they are, in words."""
+        ...
+
+    def whole(self, batch: Any) -> Any:
+        """The batch of all processes, of this process's share."""
+        ...
+
+    def everywhere(self, tree: Any) -> Any:
+        """The tree, for all workers alike."""
+        ...
+
+    def for_each(self, tree: Any) -> Any:
+        """For each worker a copy of its own, along a leading axis."""
+        ...
+
+    def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
+        """Runs a function on what each worker has of a tree with a leading axis for the workers, jitted.
+
+        Args:
+          local: returns what is alike on all workers.
+          stacked: whether the result gets the leading axis again; its argument is donated then.
+        """
+        ...
+
+
+def workers_of(mesh: Mesh | None, axis: AxisName | Comm, *, check_vma: bool = True) -> Workers:
+    """The workers along the axes of a mesh; without a mesh, those of a Comm, one in each process.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm.
+    """
+    if mesh is not None:
+        return OnMesh(mesh, check_axis(mesh, axis), check_vma)
+    comm = as_comm(axis)
+    if isinstance(comm, AxisComm):
+        raise ValueError(f"axis is {comm.axis!r}, and mesh is None: pass a mesh, or a Comm such as jsparse.MpiComm()")
+    return Process(comm)
+
+
+def init(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh | None,
+    axis: AxisName | Comm,
+    *,
+    per_worker: bool = False,
+) -> optax.OptState:
+    """Initialises a chain's state outside ``shard_map``, each worker's part on its own devices.
+
+    Args:
+      tx: the chain.
+      params: its parameters, for all workers alike at the beginning. Several processes pass the same
+        ones each, or global arrays.
+      mesh: the devices; None where each process is one worker, with arrays of its own.
+      axis: the mesh axis, or axes, along which the workers stand; without a mesh a :class:`Comm` of all
+        of them, such as :class:`MpiComm`. All processes must call it then, and what types would tell is
+        not checked.
+      per_worker: whether each worker is to have parameters of its own, so that updates may differ. Wrap
+        the whole chain in :func:`jsparse.per_worker` then.
+
+    Returns:
+      The state as global arrays, placed as :func:`state_specs` says; without a mesh ``tx.init(params)``.
+
+    Raises:
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; several processes have
+        different parameters; or the chain would let replicas drift apart: a state that differs between
+        workers is not in :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike
+        on all of them.
+    """
+    return workers_of(mesh, axis).begin(tx, params, per_worker=per_worker)
 
 
 class OnMesh:
-    """Workers along axes of a mesh, in one program; in several processes, which each have some of its devices."""
+    """Workers along axes of a mesh, in one program. Several processes each have some of its devices."""
 
     def __init__(self, mesh: Mesh, axis: AxisName, check_vma: bool):
         self._mesh, self._axis, self._check_vma = mesh, axis, check_vma
         self.comm, self._workers = AxisComm(axis), number_of_workers(mesh, axis)
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
 
-    def run(self, local_step, stacked, state, batch, key):
+    def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
+        everywhere = PartitionSpec()
+        found = []
+
+        def probe(params):
+            state = tx.init(params)
+            found.append(state_specs(state, self._axis))
+            check_update(tx, params, state, found[0], self._axis, per_worker)
+            return jnp.zeros(())
+
+        jax.eval_shape(jax.shard_map(probe, mesh=self._mesh, in_specs=everywhere, out_specs=everywhere), params)
+        make = jax.jit(jax.shard_map(tx.init, mesh=self._mesh, in_specs=everywhere, out_specs=found[0]))
+        return make(self.everywhere(params))
+
+    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
         whole, parted = PartitionSpec(), PartitionSpec(self._axis)
         params, kept = (parted if by else whole for by in (stacked.params, stacked.model_state))
-        specs = TrainState(params, state_specs(state.opt_state, self._axis), kept)
+        specs = type(state)(params, state_specs(state.opt_state, self._axis), kept)
         step = jax.shard_map(
-            local_step,
+            local,
             mesh=self._mesh,
             in_specs=(specs, parted, whole),
             out_specs=(specs, whole),
@@ -36,51 +152,81 @@ class OnMesh:
         return step(state, batch, key)
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
-        """How many workers a leaf of a batch is divided among, and whose they are."""
         if is_share(leaf, self._sharding):
             return local_workers(self._sharding, self._workers), "this process's "
         return self._workers, ""
 
     def whole(self, batch: Any) -> Any:
-        """The batch of all processes."""
         return from_shares(batch, self._sharding)
 
-    def replicate(self, tree: Any) -> Any:
-        """For all workers alike."""
+    def everywhere(self, tree: Any) -> Any:
         return put_everywhere(tree, self._mesh)
 
     def for_each(self, tree: Any) -> Any:
-        """For each worker one of its own, along a leading axis."""
         ranks = jnp.arange(self._workers)
-        return jax.jit(lambda tree: _for_each(ranks, tree), out_shardings=self._sharding)(tree)
+        return jax.jit(functools.partial(_copies, ranks), out_shardings=self._sharding)(tree)
+
+    def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
+        parted = PartitionSpec(self._axis)
+        out = parted if stacked else PartitionSpec()
+        each = jax.shard_map(_on_one(self.comm, local, stacked), mesh=self._mesh, in_specs=parted, out_specs=out)
+        return jax.jit(each, donate_argnums=0 if stacked else ())
 
 
 class Process:
-    """One worker, this process, which has its own arrays; the others run the same program."""
+    """One worker, this process, which has its own arrays. The others run the same program."""
 
     def __init__(self, comm: Comm):
         self.comm = comm
 
-    def run(self, local_step, stacked, state, batch, key):
-        del stacked
-        return local_step(state, batch, key)
+    def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
+        state = jax.jit(tx.init)(params)  # Jitted, so that no two leaves are one array: it can be donated.
+        check_order(state)
+        if not per_worker and not holds(state, SparseAllReduceState):
+            raise ValueError(
+                "nothing in the chain communicates, and parameters would drift apart: put an all-reduce into it, such "
+                "as jsparse.dense(comm), or give each worker parameters of its own: "
+                'train_step(..., params="per_worker")'
+            )
+        check_equal_values(numbers(params), lambda digest: self.comm.all_gather(jnp.asarray(digest)))
+        return state
+
+    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
+        return local(state, batch, key)
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
-        del leaf
         return 1, "this process's "
 
     def whole(self, batch: Any) -> Any:
         return batch
 
-    def replicate(self, tree: Any) -> Any:
+    def everywhere(self, tree: Any) -> Any:
         return tree
 
     def for_each(self, tree: Any) -> Any:
-        return _for_each(self.comm.rank()[None], tree)
+        return _copies(self.comm.rank()[None], tree)
+
+    def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
+        return jax.jit(_on_one(self.comm, local, stacked), donate_argnums=0 if stacked else ())
 
 
-def _for_each(ranks: jax.Array, tree: Any) -> Any:
-    """Copies for these workers, stacked; of a random key, a different one for each."""
+def number_of_workers(mesh: Mesh, axis: AxisName) -> int:
+    """How many workers stand along the axes of a mesh."""
+    return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
+
+
+def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[[Any], Any]:
+    """A function of one worker's part, with or without the leading axis in its result."""
+
+    def one(tree):
+        out = local(jax.tree.map(lambda x: x[0], tree))
+        return jax.tree.map(lambda x: comm.varying(x)[None], out) if stacked else out
+
+    return one
+
+
+def _copies(ranks: jax.Array, tree: Any) -> Any:
+    """A copy for each of these workers, stacked; of a random key, a different one for each."""
 
     def copies(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

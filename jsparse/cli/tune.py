@@ -31,7 +31,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .. import cost
 from .._presets.files import build, describe, write
-from .._train.placement import init, state_specs
+from .._train.placement import state_specs
+from .._train.workers import init
 from .._vector.density import check_density
 from .._vector.random import key_of
 from ..bench.command import add_output_options, output, progress_bar, whole_number

@@ -1,0 +1,110 @@
+"""Each worker's own gradient, of a batch in one part or several."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._comm.comm import Comm, CommLike, as_comm
+
+
+def local_value_and_grad(
+    loss_fn: Callable[..., Any], axis: CommLike, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` of each worker's own loss, with each worker's own gradient.
+
+    Under ``jax.shard_map(check_vma=True)`` JAX sums the gradient with respect to replicated parameters
+    over the workers before one sees it; here it does not. Elsewhere this is ``jax.value_and_grad``.
+
+    Args:
+      loss_fn: the worker's loss, without any psum or pmean over workers in it.
+      axis: the mesh axis, or axes, along which the workers stand.
+      argnums: which argument, or arguments, to differentiate.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+
+    Returns:
+      A function with the arguments of ``loss_fn`` that returns ``(value, gradient)``.
+    """
+    comm = as_comm(axis)
+    value_and_grad = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+
+    def local(*args, **kwargs):
+        args = list(args)
+        for i in (argnums,) if isinstance(argnums, int) else argnums:
+            args[i] = comm.varying(args[i])
+        value, grads = value_and_grad(*args, **kwargs)
+        return value, comm.varying(grads)
+
+    return local
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A user's loss function, and how it is called.
+
+    Attributes:
+      fn: the function.
+      has_aux: whether it returns metrics beside the loss.
+      has_model_state: whether it takes and returns a model state.
+      with_key: whether it takes a random key.
+    """
+
+    fn: Callable[..., Any]
+    has_aux: bool
+    has_model_state: bool
+    with_key: bool
+
+    def __call__(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple[Any, tuple[Any, Any]]:
+        """``(loss, (model_state, aux))``, whichever of them the function knows."""
+        kwargs = {"model_state": model_state} if self.has_model_state else {}
+        if self.with_key:
+            kwargs["key"] = key
+        out = self.fn(params, batch, **kwargs)
+        if self.has_model_state:
+            loss, rest = out
+            return loss, rest if self.has_aux else (rest, None)
+        loss, aux = out if self.has_aux else (out, None)
+        return loss, (None, aux)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """A worker's gradient of its share of a batch, computed in equal parts one after the other.
+
+    Attributes:
+      loss: the loss.
+      comm: the workers.
+      micro_batches: how many parts.
+    """
+
+    loss: Loss
+    comm: Comm
+    micro_batches: int
+
+    def __call__(self, params: Any, kept: Any, batch: Any, key: Any) -> tuple[Any, Any, Any]:
+        """``(model state, (loss, aux), gradient)``: means over the parts, model states in turn."""
+        if self.micro_batches == 1:
+            return self._of_part(params, kept, batch, key, 0)
+        parts = jax.tree.map(lambda x: x.reshape(self.micro_batches, -1, *x.shape[1:]), batch)
+
+        def add(carry, numbered):
+            kept, total = carry
+            kept, report, grads = self._of_part(params, kept, numbered[1], key, numbered[0])
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype) / self.micro_batches, total, grads)
+            return (self.comm.varying(kept), total), report
+
+        wide = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.result_type(p, jnp.float32)), params)
+        start = self.comm.varying((kept, wide))
+        (kept, total), reports = lax.scan(add, start, (jnp.arange(self.micro_batches), parts))
+        report = jax.tree.map(lambda x: jnp.mean(x, axis=0), reports)
+        return kept, report, jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
+
+    def _of_part(self, params: Any, kept: Any, part: Any, key: Any, number: Any) -> tuple[Any, Any, Any]:
+        if self.loss.with_key:
+            key = jax.random.fold_in(jax.random.fold_in(key, self.comm.rank()), number)
+        value_and_grad = local_value_and_grad(self.loss, self.comm, has_aux=True)
+        (value, (kept, aux)), grads = value_and_grad(params, part, kept, key)
+        return kept, (value, aux), grads
