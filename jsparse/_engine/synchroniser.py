@@ -319,7 +319,7 @@ def report_of(counts: Sequence[Counts], dense: Sequence[bool], updated: jax.Arra
     """
 
     def total(name):
-        return sum((getattr(told, name) for told in counts), jnp.int32(0))[None]
+        return jnp.asarray(sum((getattr(told, name) for told in counts), jnp.int32(0)))[None]
 
     def each(name):
         return tuple(getattr(told, name)[None] for told, alone in zip(counts, dense, strict=True) if not alone)

@@ -1,0 +1,363 @@
+"""The engine's seams: a space, a memory and a synchronisation of shards that are defined here, outside of it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jsparse
+from jsparse._comm.comm import AxisComm
+from jsparse._engine.mean import Quotient, over_contributors
+from jsparse._engine.memory import ErrorFeedback, NoMemory, largest_addend
+from jsparse._engine.reducer import Selecting
+from jsparse._engine.space import Flat
+from jsparse._engine.synchroniser import Composition
+from jsparse._vector.buckets import Bucket
+from jsparse._vector.layout import Layout
+from jsparse._vector.pending import Pending
+from jsparse.allreduce import OkTopk, TopkAllGather
+from jsparse.select import SampledThreshold, TopK
+
+AXIS, SIZE, DENSITY = "workers", 4, 0.05
+SHAPES = {"b": (7,), "v": (16, 8), "w": (8, 24)}
+N = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def composed(space=Flat(), memory=ErrorFeedback(), allreduce=TopkAllGather(), density=DENSITY, select=TopK, **parts):
+    reducer = Selecting(select(density), allreduce)
+    return jsparse.SparseAllReduce.of(Composition(AxisComm(AXIS), reducer, memory, space, **parts))
+
+
+def gradients(steps: int, seed: int = 0) -> list[np.ndarray]:
+    """Of shape ``(P, N)``: some elements alike on all workers, some not."""
+    rng = np.random.default_rng(seed)
+    common = rng.standard_t(2, N)
+    return [(common + rng.standard_normal((SIZE, N))).astype(np.float32) for _ in range(steps)]
+
+
+def tree(flat: np.ndarray) -> dict[str, np.ndarray]:
+    ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])[:-1]
+    parts = np.split(flat, ends, axis=-1)
+    return {
+        name: part.reshape(*flat.shape[:-1], *shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)
+    }
+
+
+def flat(leaves: dict[str, Any]) -> np.ndarray:
+    """The update of each worker, shape ``(P, N)``."""
+    return np.concatenate([np.asarray(leaves[name]).reshape(SIZE, -1) for name in SHAPES], axis=1)
+
+
+def run(tx, given):
+    """Yields ``(updates, state)`` of each step, workers first."""
+    params = tree(np.zeros(N, np.float32))
+    state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(SIZE))
+    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    for gradient in given:
+        updates, state = step(tree(gradient), state)
+        yield flat(updates), state
+
+
+# A space: tiles of matrices, in an orthonormal basis.
+
+
+def cosines(side: int) -> np.ndarray:
+    """The orthonormal discrete cosine transform of ``side`` values, as a matrix."""
+    k, i = np.arange(side)[:, None], np.arange(side)[None]
+    basis = np.sqrt(2 / side) * np.cos(np.pi * (2 * i + 1) * k / (2 * side))
+    basis[0] /= np.sqrt(2)
+    return basis.astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(Flat):
+    """Matrices that tiles fill are cut in tiles, each in a cosine basis; other leaves stay as they are."""
+
+    side: int = 4
+
+    def buckets(self, leaves):
+        return Flat().buckets(leaves)
+
+    def enter(self, comms, bucket: Bucket, leaves, keep, limit):
+        return [self._turned(leaf, forward=True) for leaf in leaves]
+
+    def leave(self, comms, bucket: Bucket, total):
+        dense = total.to_dense() if isinstance(total, jsparse.SparseVector) else total
+        layout = dataclasses.replace(bucket.layout, dtypes=(bucket.layout.dtype,) * len(bucket.layout.dtypes))
+        return layout.ravel([self._turned(leaf, forward=False) for leaf in layout.unravel(dense)])
+
+    def _turned(self, leaf, *, forward: bool):
+        side = self.side
+        if leaf.ndim != 2 or leaf.shape[0] % side or leaf.shape[1] % side:
+            return leaf
+        basis = jnp.asarray(cosines(side))
+        rows, columns = leaf.shape[0] // side, leaf.shape[1] // side
+        if forward:
+            tiles = leaf.reshape(rows, side, columns, side).swapaxes(1, 2)
+            return (basis @ tiles @ basis.T).reshape(leaf.shape)
+        tiles = basis.T @ leaf.reshape(rows, columns, side, side) @ basis
+        return tiles.swapaxes(1, 2).reshape(leaf.shape)
+
+
+def coordinates(vectors: np.ndarray, side: int) -> np.ndarray:
+    """The same in numpy, tile by tile: vectors of shape ``(P, N)`` in the coordinates of the space."""
+    basis, out = cosines(side).astype(np.float64), []
+    for leaf in tree(np.asarray(vectors, np.float64)).values():
+        if leaf.ndim < 3:
+            out.append(leaf.reshape(SIZE, -1))
+            continue
+        tiles = [
+            basis @ leaf[:, i : i + side, j : j + side] @ basis.T
+            for i in range(0, leaf.shape[1], side)
+            for j in range(0, leaf.shape[2], side)
+        ]
+        out.append(np.stack(tiles, axis=1).reshape(SIZE, -1))
+    return np.concatenate(out, axis=1)
+
+
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """Each row with all but its k largest magnitudes set to 0."""
+    kept = np.zeros_like(x)
+    for row, into in zip(x, kept, strict=True):
+        best = np.argsort(-np.abs(row), kind="stable")[:k]
+        into[best] = row[best]
+    return kept
+
+
+def test_an_orthonormal_space_selects_and_remembers_in_its_own_coordinates():
+    k = round(DENSITY * N)
+    residual = np.zeros((SIZE, N))
+    for gradient, (updates, state) in zip(gradients(8), run(composed(Tiles()), gradients(8)), strict=True):
+        acc = residual + coordinates(gradient, 4)
+        chosen = largest(acc, k)
+        residual = acc - chosen
+        np.testing.assert_allclose(state.buckets[0].residual, residual, atol=2e-4)
+        np.testing.assert_allclose(coordinates(updates, 4)[0], chosen.mean(0), atol=2e-4)
+        np.testing.assert_array_equal(updates, np.tile(updates[:1], (SIZE, 1)))
+    assert np.abs(residual).max() > 0.1
+
+
+@pytest.mark.parametrize("allreduce", [TopkAllGather(), OkTopk()], ids=["all-gather", "oktopk"])
+def test_nothing_is_lost_in_an_orthonormal_space(allreduce):
+    given, applied = np.zeros(N), np.zeros(N)
+    for gradient, (updates, state) in zip(
+        gradients(6), run(composed(Tiles(), allreduce=allreduce), gradients(6)), strict=True
+    ):
+        given, applied = given + gradient.sum(0), applied + SIZE * updates[0]
+        left = np.asarray(state.buckets[0].residual, np.float64).sum(0)
+        np.testing.assert_allclose(coordinates(np.tile(given - applied, (SIZE, 1)), 4)[0], left, atol=1e-3)
+
+
+def test_an_orthonormal_space_at_density_1_is_dense():
+    for gradient, (updates, _) in zip(gradients(3), run(composed(Tiles(), density=1.0), gradients(3)), strict=True):
+        np.testing.assert_allclose(updates[0], gradient.mean(0), atol=1e-5)
+
+
+# A memory: EF21, which sends what a gradient differs from what was sent of those before it.
+
+
+class Estimate(NamedTuple):
+    """h, what the others know of this worker's gradient; and g, the mean of all workers' h."""
+
+    own: jax.Array
+    mean: jax.Array
+
+    @property
+    def residual(self) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class EF21(NoMemory):
+    """``h += C(gradient - h)``, and the update is the mean of h (Richtárik et al., 2021)."""
+
+    def init(self, n, dtype):
+        return Estimate(jnp.zeros(n, dtype), jnp.zeros(n, dtype))
+
+    def accumulate(self, state: Estimate, layout: Layout, parts, keep, size):
+        limit = largest_addend(state.own.dtype, size)
+        return Pending(-state.own, parts, keep, layout, limit), state
+
+    def retain(self, state: Estimate, acc, *, sent, delivered, total, mean: Quotient, keep, size):
+        own, shared = state
+        if isinstance(delivered, jsparse.SparseVector):
+            own = own.at[delivered.indices.reshape(-1)].add(delivered.values.reshape(-1), mode="drop")
+        else:
+            own = own + delivered
+        change = mean.total.to_dense() if isinstance(mean.total, jsparse.SparseVector) else mean.total
+        shared = shared + change / mean.divisor
+        return Estimate(own, shared), Quotient(shared, 1)
+
+
+def test_ef21_with_a_top_k():
+    """Against its two lines in numpy."""
+    k, own = round(DENSITY * N), np.zeros((SIZE, N))
+    for gradient, (updates, state) in zip(gradients(10), run(composed(memory=EF21()), gradients(10)), strict=True):
+        own = own + largest(gradient - own, k)
+        np.testing.assert_allclose(state.buckets[0].memory.own, own, atol=1e-4)
+        np.testing.assert_allclose(updates[0], own.mean(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("select", [TopK, SampledThreshold])
+def test_ef21_over_an_all_reduce_that_does_not_deliver_all(select):
+    """g stays the mean of all h, and comes near the mean gradient where that does not change.
+
+    Not nearer than that: EF21 adds nothing up, so an element whose differences cancel in the sum stays.
+    """
+    (gradient,) = gradients(1)
+    tx = composed(memory=EF21(), allreduce=OkTopk(), select=select)
+    for updates, state in run(tx, [gradient] * 60):
+        memory = jax.tree.map(np.asarray, state.buckets[0].memory)
+        np.testing.assert_allclose(memory.mean[0], memory.own.mean(0), atol=1e-4)
+        np.testing.assert_array_equal(updates, memory.mean)
+    assert np.linalg.norm(updates[0] - gradient.mean(0)) < 0.05 * np.linalg.norm(gradient.mean(0))
+
+
+def test_a_memory_of_ones_own_survives_a_non_finite_gradient():
+    good, bad, again = gradients(3)
+    bad[2, 11] = np.inf
+    steps = list(run(composed(memory=EF21()), [good, bad, again]))
+    assert np.isnan(steps[1][0]).all()
+    jax.tree.map(np.testing.assert_array_equal, steps[0][1].buckets, steps[1][1].buckets)
+    clean = list(run(composed(memory=EF21()), [good, again]))
+    np.testing.assert_array_equal(steps[2][0], clean[1][0])
+
+
+# A mean: over those who contributed.
+
+
+def test_a_mean_over_contributors():
+    """Each element over the number of workers that sent it; what was sent is off the residuals all the same."""
+    k = round(DENSITY * N)
+    tx = composed(mean=over_contributors)
+    for gradient, (updates, _) in zip(gradients(1), run(tx, gradients(1)), strict=True):
+        chosen = largest(gradient.astype(np.float64), k)
+        counts = np.maximum(np.count_nonzero(chosen, axis=0), 1)
+        np.testing.assert_allclose(updates[0], chosen.sum(0) / counts, atol=1e-6)
+        assert (counts > 1).any()
+        assert not np.allclose(updates[0], chosen.mean(0))
+
+
+def test_a_mean_over_contributors_needs_a_gathered_sum():
+    with pytest.raises(ValueError, match="counts who sent an element"):
+        next(run(composed(mean=over_contributors, allreduce=OkTopk()), gradients(1)))
+
+
+# A synchronisation of the local shards of a sharded model, inside a fully manual shard_map.
+
+MESH = (2, 4)
+# "c" can be cut by no axis of the model: it goes densely.
+SPECS = {"a": PartitionSpec("fsdp"), "b": PartitionSpec(None, "fsdp"), "c": PartitionSpec()}
+LEAVES = {"a": (16, 3), "b": (5, 8), "c": (3,)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalShards(Flat):
+    """Each device's own shards; leaves that no axis cuts go densely.
+
+    Attributes:
+      cut: for each leaf, whether this device holds a shard of it.
+      model: the axes of the model, over which all agree whether a gradient is finite.
+    """
+
+    cut: tuple[bool, ...] = ()
+    model: tuple[str, ...] = ()
+
+    @property
+    def agree_over(self):
+        return tuple(map(AxisComm, self.model))
+
+    def buckets(self, leaves):
+        groups = [[i for i, cut in enumerate(self.cut) if cut == wanted] for wanted in (True, False)]
+        return [
+            Bucket(tuple(ids), Layout.of([leaves[i] for i in ids]), dense=not self.cut[ids[0]]) for ids in groups if ids
+        ]
+
+
+def over_shards(density: float = 0.2):
+    space = LocalShards(cut=(True, True, False), model=("fsdp",))
+    reducer = Selecting(TopK(density), OkTopk())
+    return jsparse.SparseAllReduce.of(Composition(AxisComm("replica"), reducer, ErrorFeedback(), space))
+
+
+def stacked_gradients(seed: int) -> dict[str, np.ndarray]:
+    """Of each replica, along a leading axis."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal((MESH[0], *shape)).astype(np.float32) for name, shape in LEAVES.items()}
+
+
+def manual(tx, check_vma: bool):
+    """``(state, step)`` with all axes manual; gradients come stacked, one for each replica."""
+    mesh = Mesh(np.array(jax.devices()).reshape(MESH), ("replica", "fsdp"))
+    both = PartitionSpec(("replica", "fsdp"))
+    params = {name: np.zeros(shape, np.float32) for name, shape in LEAVES.items()}
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=(SPECS,), out_specs=both, check_vma=check_vma)
+    given = {name: PartitionSpec("replica", *spec) for name, spec in SPECS.items()}
+
+    def local(grads, state):
+        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(given, both), out_specs=(SPECS, both), check_vma=check_vma)
+    return jax.jit(init)(params), jax.jit(step)
+
+
+def one_shard(stacked: dict[str, np.ndarray], place: int) -> dict[str, np.ndarray]:
+    """What the devices at one place of the model's axis hold of the leaves that are cut."""
+    return {"a": stacked["a"][:, 4 * place : 4 * place + 4], "b": stacked["b"][:, :, 2 * place : 2 * place + 2]}
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_each_shard_is_synchronised_for_itself(check_vma: bool):
+    """As a run over the replicas alone would do it with each shard; what is not cut is averaged densely."""
+    state, step = manual(over_shards(), check_vma)
+    alone = jsparse.oktopk("replica", density=0.2)
+    init = jax.vmap(lambda g: alone.init(g), axis_name="replica")
+    update = jax.jit(jax.vmap(alone.update, axis_name="replica"))
+    expected = [init(one_shard(stacked_gradients(0), place)) for place in range(MESH[1])]
+    for number in range(5):
+        grads = stacked_gradients(number)
+        updates, state = step(grads, state)
+        np.testing.assert_allclose(updates["c"], grads["c"].mean(0), rtol=1e-6)
+        own = one_shard({name: np.asarray(updates[name])[None] for name in "ab"}, 0)
+        assert own["a"].shape == (1, 4, 3)
+        for place in range(MESH[1]):
+            wanted, expected[place] = update(one_shard(grads, place), expected[place])
+            have = one_shard({name: np.asarray(updates[name])[None] for name in "ab"}, place)
+            for name in "ab":
+                np.testing.assert_array_equal(have[name][0], np.asarray(wanted[name])[0])
+    residuals = np.asarray(state.buckets[0].residual).reshape(*MESH, -1)
+    for place in range(MESH[1]):
+        np.testing.assert_array_equal(residuals[:, place], expected[place].buckets[0].residual)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_non_finite_gradient_in_one_shard_is_seen_by_all(check_vma: bool):
+    state, step = manual(over_shards(), check_vma)
+    _, state = step(stacked_gradients(0), state)
+    spoilt = stacked_gradients(1)
+    spoilt["a"][1, 9, 2] = np.nan
+    updates, after = step(spoilt, state)
+    assert all(np.isnan(leaf).all() for leaf in updates.values())
+    jax.tree.map(np.testing.assert_array_equal, state.buckets, after.buckets)
+    np.testing.assert_array_equal(state.step, after.step)
+
+
+def test_only_the_slow_axis_carries_messages():
+    """Over the model's axis nothing goes but the agreement on finite gradients."""
+    state, step = manual(over_shards(), check_vma=False)
+
+    def collectives(parts):
+        for part in parts:
+            if hasattr(part, "branches"):
+                for branch in part.branches:
+                    yield from collectives(branch.parts)
+            else:
+                yield part
+
+    found = list(collectives(jsparse.traffic(step, stacked_gradients(0), state).parts))
+    assert [(part.name, part.payload) for part in found if part.axes == ("fsdp",)] == [("pmax", "int32[2]")]
+    assert {part.name for part in found if part.axes == ("replica",)} >= {"all_to_all", "all_gather", "psum"}
