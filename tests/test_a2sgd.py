@@ -272,7 +272,7 @@ def test_a2sgd_in_a_step():
     assert jsparse.residual(state.opt_state).shape == (SIZE, 0)
     payloads = [part.payload for part in jsparse.traffic(step, state, data()).parts]
     assert sorted(payloads) == ["float32[1]", "float32[2]"]  # The loss, and the means.
-    assert [part.payload for part in jsparse.traffic(step.sync, state).parts] == ["float32[42]"]
+    assert [part.payload for part in jsparse.traffic(step.sync_params, state).parts] == ["float32[42]"]
     specs = jsparse.state_specs(state.opt_state, AXIS)
     assert set(jax.tree.leaves(specs)) == {ALONG}
     for leaf in jax.tree.leaves((state.params, state.opt_state)):
