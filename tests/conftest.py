@@ -1,8 +1,7 @@
-"""Strict settings for every test: eight CPU devices, no silent rank promotion. And the tiers of the suite.
+"""Strict settings for every test: eight CPU devices, no silent rank promotion; and which tier of them is run.
 
-A test is quick unless it is marked ``full`` or ``slow``. ``make test`` runs the quick tests, ``make test-rest`` those
-that are marked ``full``, ``make test-all`` both. The tests that are marked ``slow`` take minutes: they belong to the
-rest, and are skipped there without ``--slow``.
+``make test`` runs the quick tests, ``make test-rest`` the others, ``make test-all`` both: see ``tiers.py``. Tests that
+are marked ``slow`` take minutes: they are of the rest, and skipped without ``--slow``.
 """
 
 import gc
@@ -15,6 +14,7 @@ import jax
 import pytest
 
 import processes
+from tiers import TIER_OF, TIERS, chosen, tier
 
 # Most of the suite's time is compilation: cheap machine code will do, unless asked otherwise.
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -31,10 +31,6 @@ gc.set_threshold(*processes.GARBAGE)
 
 # Files whose tests share executables with each other.
 TOGETHER = {"test_allreduce.py", "test_gather.py", "test_kernels.py", "test_quantize.py", "test_selectors.py"}
-
-TIERS = ("quick", "rest")
-# The tier of every collected test, by its name, whichever tier is run.
-TIER_OF = pytest.StashKey[dict[str, str]]()
 
 PROCESS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count(1)
@@ -66,18 +62,14 @@ def pytest_report_header(config):
     return f"tier: {config.getoption('--tier')}"
 
 
-def tier(item: pytest.Item) -> str:
-    """The one tier that a test is in."""
-    return "rest" if item.get_closest_marker("full") or item.get_closest_marker("slow") else "quick"
-
-
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves only the tests of the tier that is run."""
+    """Leaves the tests of the tier that is run."""
     config.stash[TIER_OF] = {item.nodeid: tier(item) for item in items}
-    wanted = config.getoption("--tier")
-    if wanted != "all":
-        config.hook.pytest_deselected(items=[item for item in items if tier(item) != wanted])
-        items[:] = [item for item in items if tier(item) == wanted]
+    left = chosen(items, config.getoption("--tier"))
+    if len(left) < len(items):
+        kept = set(left)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = left
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest-xdist reads the groups.

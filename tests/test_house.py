@@ -206,7 +206,13 @@ def links(page: str) -> list[str]:
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))
 
 
-@pytest.mark.parametrize("page", list(filter(blocks, PAGES)))
+# Pages whose code trains for some seconds.
+LONG = ("docs/quickstart.md", "docs/clusters.md", "docs/algorithms.md")
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.full] * (page in LONG)) for page in PAGES if blocks(page)]
+)
 def test_code_in_the_docs_runs(page: str):
     namespace = {"jsparse": jsparse}
     for block in blocks(page):
