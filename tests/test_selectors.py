@@ -12,7 +12,6 @@ import jsparse
 import oracles
 from examples import train
 from jsparse.select import (
-from tiers import quick
     BucketedTopK,
     ChunkedTopK,
     DgcThreshold,
@@ -25,6 +24,7 @@ from tiers import quick
     StochasticTopK,
     TopK,
 )
+from tiers import quick
 
 N = 40_000
 DENSITY = 0.01
