@@ -64,9 +64,9 @@ def some(row: Row, *sizes: int) -> list[int]:
     return sorted({row.usual_size, *sizes} & {row.usual_size, *row.sizes})
 
 
-def case(row: Row, size: int, *more: Any, slow: bool = False) -> Any:
+def case(row: Row, size: int, *more: Any, slow: bool = False, full: bool = False) -> Any:
     """A test's parameters ``row``, ``size`` and more: quick at the usual size of the rows in ``QUICK``."""
-    quick = row.name in QUICK and size == row.usual_size
+    quick = row.name in QUICK and size == row.usual_size and not full
     marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
     return pytest.param(row, size, *more, id="-".join(map(str, (row, size, *more))), marks=marks)
 

@@ -299,13 +299,16 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
 
 
 def over_transports() -> Iterator[Any]:
-    """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one level alone."""
+    """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one level alone.
+
+    In the quick tests only one row has other transports than ``shard_map``.
+    """
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
             yield case(row, size, "shard_map", slow=few and size != row.usual_size)
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
-            yield case(row, row.usual_size, transport, slow=few)
+            yield case(row, row.usual_size, transport, slow=few, full=row.name != "topk_allgather")
 
 
 @pytest.mark.parametrize("row, size, transport", list(over_transports()))
