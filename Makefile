@@ -1,17 +1,24 @@
-# make demo: train and compare. make test: the whole suite. Both install what they need into $(VENV).
+# make demo: train and compare.
+# make test: the quick tests, every algorithm in every contract test, in less than five minutes on two cores.
+# make test-rest: the other tests: more settings, numbers of workers, inputs and long runs. make test-all: both.
+# ARGS="--slow" with test-rest or test-all adds those that take minutes each.
+# Each target installs what it needs into $(VENV).
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-rest test-all lint docs clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python -m examples.train $(ARGS)
 
-test: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+test: TIER = quick
+test-rest: TIER = rest
+test-all: TIER = all
+test test-rest test-all: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --tier $(TIER) $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
 """The table: every algorithm here gets every contract test."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import pytest
 
 import jsparse
 import oracles
@@ -17,7 +19,8 @@ class Row:
     Attributes:
       name: what pytest calls it.
       make: makes the transform for an axis (or Comm) and a density.
-      oracle: what a step should do; None where only the invariants say.
+      oracle: what a step should do; None where only the invariants say. Where replicas differ, it is called with the
+        gradients alone, and gives each worker's update.
       sizes: the numbers of workers at which it is tested.
       sparse: whether it selects, so that it has a residual.
       bound: words that a worker may send in a step: a function of n, k and P; None without such a bound.
@@ -26,11 +29,12 @@ class Row:
       gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
       scale: what integers are multiplied by, so that momentum of a half leaves integers.
       dense_steps: the first steps, in which it sums densely.
+      alike: whether all workers get the same update, so that nothing may be lost; otherwise each has its own.
     """
 
     name: str
     make: Callable[..., jsparse.SparseAllReduce]
-    oracle: Callable[..., oracles.Expected] | None = None
+    oracle: Callable[..., Any] | None = None
     sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 16)
     sparse: bool = True
     bound: Callable[[int, int, int], float] | None = None
@@ -39,9 +43,60 @@ class Row:
     exact: bool = True
     scale: int = 1
     dense_steps: int = 0
+    alike: bool = True
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def preset(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def usual_size(self) -> int:
+        """The number of workers in the quick tests: 3, over two levels 2 x 2 workers, or the fewest above one."""
+        preferred = 3 if self.gpus is None else 4
+        return preferred if preferred in self.sizes else min((size for size in self.sizes if size > 1), default=1)
+
+
+def some(row: Row, *sizes: int) -> list[int]:
+    """Those of these numbers of workers that the row has, and its usual one."""
+    return sorted({row.usual_size, *sizes} & {row.usual_size, *row.sizes})
+
+
+def case(row: Row, size: int, *more: Any, slow: bool = False) -> Any:
+    """A test's parameters ``row``, ``size`` and more: quick at the usual size of the rows in ``QUICK``."""
+    quick = row.name in QUICK and size == row.usual_size
+    marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
+    return pytest.param(row, size, *more, id="-".join(map(str, (row, size, *more))), marks=marks)
+
+
+def parts(row: Row) -> set[type]:
+    """The classes of the selectors, all-reduces, wire formats and quantizers that a row's transformation has."""
+
+    def within(part: Any) -> Iterator[type]:
+        if isinstance(part, tuple):
+            for item in part:
+                yield from within(item)
+        elif dataclasses.is_dataclass(part):
+            if type(part).__module__.split(".")[1] in ("select", "allreduce", "wire", "quantize"):
+                yield type(part)
+            for field in dataclasses.fields(part):
+                yield from within(getattr(part, field.name))
+
+    axis = "workers" if row.gpus is None else ("nodes", "gpus")
+    return set(within(row.make(axis, DENSITY).synchroniser))
+
+
+def quick_rows() -> set[str]:
+    """The first row of each preset, and those that have a part that no row before has: the others are settings."""
+    found, seen = set(), set()
+    for row in sorted(ROWS, key=lambda row: row.name != row.preset):
+        new = {row.preset, *parts(row)} - seen
+        if new:
+            found.add(row.name)
+            seen |= new
+    return found
 
 
 def oktopk_bound(n: int, k: int, size: int) -> float:
@@ -105,6 +160,26 @@ ROWS = [
         oracles.parameter_server,
         sparse=False,
         bound=lambda n, k, size: 2 * n * (size - 1),
+    ),
+    Row(
+        "a2sgd",
+        lambda comm, density: jsparse.a2sgd(comm),
+        lambda gradients: oracles.a2sgd([gradients])[0],
+        (1, 2, 3, 8),
+        sparse=False,
+        bound=lambda n, k, size: 4,
+        exact=False,
+        alike=False,
+    ),
+    Row(
+        "a2sgd-leaf",
+        lambda comm, density: jsparse.a2sgd(comm, per_leaf=True),
+        lambda gradients: oracles.of_each_leaf(oracles.a2sgd, gradients, (7, 1, 395, 600)),
+        (3, 8),
+        sparse=False,
+        bound=lambda n, k, size: 4 * 4,
+        exact=False,
+        alike=False,
     ),
     Row("torus", lambda axes, density: jsparse.torus(*axes), oracles.torus, sparse=False, gpus=GPUS),
     Row(
@@ -228,6 +303,13 @@ ROWS = [
         exact=False,
     ),
     Row(
+        "quantized-terngrad",
+        lambda comm, density: jsparse.quantized(comm, quantize=quantize.TernGrad(contract=True)),
+        sizes=(3,),
+        sparse=False,
+        exact=False,
+    ),
+    Row(
         "quantized-sign",
         lambda comm, density: jsparse.quantized(comm, quantize=quantize.Sign()),
         sizes=(3,),
@@ -242,6 +324,7 @@ ROWS = [
         exact=False,
     ),
     Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
+    Row("topk_allgather-float16", wired(jsparse.topk_allgather, quantize.Float16()), sizes=(3,), exact=False),
     Row("topk_allgather-codebook", wired(jsparse.topk_allgather, quantize.Codebook(2)), sizes=(3,), exact=False),
     Row("oktopk-bf16", wired(jsparse.oktopk, BF16), sizes=(3, 8), bound=oktopk_compact_bound),
     Row("oktopk-blocks", wired(jsparse.oktopk, BLOCKS), sizes=(8,), exact=False),
@@ -297,3 +380,4 @@ ROWS = [
         sizes=(4,),
     ),
 ]
+QUICK = quick_rows()

@@ -1,4 +1,8 @@
-"""Strict settings for every test: eight CPU devices, no silent rank promotion; long tests only on request."""
+"""Strict settings for every test: eight CPU devices, no silent rank promotion; and which tier of them is run.
+
+``make test`` runs the quick tests, ``make test-rest`` the others, ``make test-all`` both: see ``tiers.py``. Tests that
+are marked ``slow`` take minutes: they are of the rest, and skipped without ``--slow``.
+"""
 
 import gc
 import itertools
@@ -10,6 +14,7 @@ import jax
 import pytest
 
 import processes
+from tiers import TIER_OF, TIERS, chosen, tier
 
 # Most of the suite's time is compilation: cheap machine code will do, unless asked otherwise.
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -35,7 +40,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--optimise", action="store_true", help="let XLA optimise machine code, as it does by default")
-    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests that take minutes, too: with --tier rest or all"
+    )
+    parser.addoption(
+        "--tier",
+        choices=(*TIERS, "all"),
+        default="quick",
+        help="which tests to run: quick ones (the default), the rest, or all",
+    )
 
 
 def pytest_configure(config):
@@ -43,8 +56,25 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}"
 
 
+def pytest_report_header(config):
+    if config.getoption("--tier") == "quick":
+        return "tier: quick (--tier all runs every test)"
+    return f"tier: {config.getoption('--tier')}"
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of the tier that is run."""
+    config.stash[TIER_OF] = {item.nodeid: tier(item) for item in items}
+    left = chosen(items, config.getoption("--tier"))
+    if len(left) < len(items):
+        kept = set(left)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = left
+
+
 @pytest.hookimpl(tryfirst=True)  # Before pytest-xdist reads the groups.
 def pytest_collection_modifyitems(config, items):
+    select(config, items)
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))

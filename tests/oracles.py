@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -369,6 +369,13 @@ def a2sgd(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
             rows.append(eps + pos * shared_plus - neg * shared_minus)
         updates.append(np.stack(rows))
     return updates
+
+
+def of_each_leaf(
+    oracle: Callable[[list[np.ndarray]], list[np.ndarray]], gradients: np.ndarray, lengths: Sequence[int]
+) -> np.ndarray:
+    """What an oracle makes of gradients of shape ``(P, n)``, cut into leaves of these lengths."""
+    return np.concatenate(oracle(np.split(gradients, np.cumsum(lengths)[:-1], axis=1)), axis=1)
 
 
 def _ordered_sum(rows: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSpl
 from jsparse.allreduce._gather import delta
 from jsparse.allreduce.oktopk import _space_repartition
 from jsparse.wire import Full
+from tiers import quick
 
 AXIS = "workers"
 P, LENGTH, K = 4, 65536, 2048
@@ -57,7 +58,7 @@ def overlapping(share: float, size: int = P) -> list[np.ndarray]:
     return [np.r_[shuffled[:common], shuffled[common + w * own : common + (w + 1) * own]] for w in range(size)]
 
 
-@pytest.mark.parametrize("overlap", [1.0, 0.75, 0.5, 0.25, 0.0])
+@pytest.mark.parametrize("overlap", quick([1.0, 0.75, 0.5, 0.25, 0.0], 0.5))
 @pytest.mark.parametrize("allreduce", SPARCML[:2], ids=["recursive_doubling", "split_allgather"])
 def test_messages_follow_the_data(allreduce, overlap: float):
     """At most 1.5 times what the busiest worker would send if each message had just its own length."""
@@ -101,7 +102,7 @@ def short_vectors(dtype, n: int = 40, k: int = 8, size: int = 5):
         yield vectors(few, dtype, k, n)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", quick([np.float32, np.float64], np.float32))
 @pytest.mark.parametrize("kind", [SsarRecursiveDoubling, SsarSplitAllGather, DsarSplitAllGather])
 def test_sparse_dense_and_mixed(kind, dtype):
     with jax.enable_x64(dtype == np.float64):
@@ -154,7 +155,12 @@ def test_it_goes_dense_when_the_data_fill_it():
 @pytest.mark.parametrize(
     "row, size",
     [
-        pytest.param(row, size, id=f"{row}-{size}", marks=[] if size in row.sizes else [pytest.mark.slow])
+        pytest.param(
+            row,
+            size,
+            id=f"{row}-{size}",
+            marks=[pytest.mark.slow] if size not in row.sizes else [pytest.mark.full] if size > 3 else [],
+        )
         for row in ROWS
         for size in {"gtopk": (7, 8), "gtopk-tree": (3, 7, 8)}.get(row.name, ())
     ],

@@ -113,6 +113,7 @@ def over_workers(fn, size: int = 2):
     return jax.vmap(fn, axis_name=AXIS)(jnp.arange(size))
 
 
+@pytest.mark.full
 def test_groups_that_do_not_divide_the_workers():
     tx = jsparse.dsar_split_allgather(AXIS, density=0.5, group=4)
     with pytest.raises(ValueError, match=r"group is 4 with 6 workers; .* choose of 1, 2, 3, 6"):

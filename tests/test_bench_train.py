@@ -90,6 +90,7 @@ def test_wrong_options(arguments: list[str], message: str, capsys):
 
 
 @needs_network
+@pytest.mark.full
 def test_it_trains(tmp_path, capsys, monkeypatch):
     """Both forms learn, over two hosts.
 

@@ -9,9 +9,10 @@ import pytest
 
 import jsparse
 import transports
-from algorithms import DENSITY, ROWS, Row
+from algorithms import DENSITY, ROWS, Row, case, some
 from jsparse import cost
 from jsparse._vector.density import elements_kept
+from tiers import quick
 from transports import AXIS
 
 LONG = {"w": (3000, 4001), "b": (2_725_263,)}
@@ -21,28 +22,29 @@ GTOPK_CLUSTER = (0.436e-3, 3.6e-8)  # gTop-k, Figure 8: seconds a message, and a
 # Where a row has many sizes, some, and the others with the slow tests: one worker, a power of two, and others.
 OFTEN = (1, 3, 7, 16)
 CASES = [
-    pytest.param(
-        row, size, id=f"{row}-{size}", marks=[pytest.mark.slow] if len(row.sizes) > 3 and size not in OFTEN else []
-    )
-    for row in ROWS
-    for size in row.sizes
+    case(row, size, slow=len(row.sizes) > 3 and size not in some(row, *OFTEN)) for row in ROWS for size in row.sizes
 ]
 
 
 @pytest.mark.parametrize("row, size", CASES)
 def test_what_is_sent_is_known_beforehand(row: Row, size: int):
-    """The same least and most as in the traced program, for short gradients and long ones."""
+    """The same least and most as in the traced program."""
     tx, sizes = row.make(transports.axis(row), DENSITY), transports.axis_sizes(row, size)
-    long = {name: jax.ShapeDtypeStruct(dims, jnp.float32) for name, dims in LONG.items()}
-    for params in (transports.zeros(), long):
-        if params is long:
-            traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), params, axis_sizes=sizes)
-        else:
-            traffic = transports.traffic(row, size)
-        assert cost.exact(tx, params, tuple(sizes.values()) if row.gpus else size) == (traffic.least, traffic.cost)
+    traffic = transports.traffic(row, size)
+    expected = (traffic.least, traffic.cost)
+    assert cost.exact(tx, transports.zeros(), tuple(sizes.values()) if row.gpus else size) == expected
 
 
-@pytest.mark.parametrize("name", ["dense", "topk_allgather", "oktopk"])
+@pytest.mark.full
+@pytest.mark.parametrize("row, size", CASES)
+def test_what_is_sent_of_long_gradients_is_known_beforehand(row: Row, size: int):
+    tx, sizes = row.make(transports.axis(row), DENSITY), transports.axis_sizes(row, size)
+    params = {name: jax.ShapeDtypeStruct(dims, jnp.float32) for name, dims in LONG.items()}
+    traffic = jsparse.traffic(lambda g: tx.update(g, tx.init(g)), params, axis_sizes=sizes)
+    assert cost.exact(tx, params, tuple(sizes.values()) if row.gpus else size) == (traffic.least, traffic.cost)
+
+
+@pytest.mark.parametrize("name", quick(["dense", "topk_allgather", "oktopk"], "topk_allgather"))
 def test_in_double_precision_and_at_density_1_too(name: str):
     row = next(row for row in ROWS if row.name == name)
     with jax.enable_x64(True):

@@ -9,6 +9,7 @@ import jsparse
 import scenarios
 import transports
 from algorithms import Row
+from tiers import quick
 from transports import N
 
 SIZE, GPUS = 4, 2
@@ -42,7 +43,7 @@ def run(feedback, levels: bool, steps: int = 5, bad: int | None = None):
         before = left
 
 
-@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("levels", quick([False, True], False))
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 def test_decay_keeps_a_part_of_what_is_left(subtract: str, levels: bool):
     feedback = jsparse.ErrorFeedback(decay=0.75, subtract=subtract)

@@ -21,6 +21,7 @@ from jsparse.bench.images import load_images
 DATA = os.environ.get("JSPARSE_DATA")
 
 
+@pytest.mark.full
 def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
     """A short run makes the table, the plot and the figures."""
     monkeypatch.chdir(tmp_path)
@@ -44,7 +45,7 @@ def test_the_demo_has_every_preset():
         name
         for name in jsparse.__all__
         if inspect.isfunction(getattr(jsparse, name))
-        and inspect.signature(getattr(jsparse, name)).return_annotation in (jsparse.SparseAllReduce, jsparse.A2SGD)
+        and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
     }
     # The name before the hyphen is the preset, the one after it a variant.
     assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {"sparse_allreduce", "phases"}
@@ -59,6 +60,7 @@ def test_the_demo_has_every_preset():
     ],
     ids=", ".join,
 )
+@pytest.mark.full
 def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
     figures = tmp_path / "runs.json"
     chosen = [argument for name in names for argument in ("--algorithm", name)]
@@ -70,7 +72,13 @@ def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "algorithm"), [("sgd", "oktopk"), ("adam", "oktopk"), ("lars", "topk_allgather"), ("lamb", "torus")]
+    ("optimizer", "algorithm"),
+    [
+        pytest.param("sgd", "oktopk", marks=pytest.mark.full),
+        pytest.param("adam", "oktopk", marks=pytest.mark.full),
+        ("lars", "topk_allgather"),
+        pytest.param("lamb", "torus", marks=pytest.mark.full),
+    ],
 )
 def test_options_of_the_demo(optimizer: str, algorithm: str, tmp_path):
     arguments = ["--algorithm", algorithm, "--epochs", "1", "--workers", "3", "--density", "0.05", "--seed", "3"]
@@ -85,6 +93,7 @@ def test_options_of_the_demo(optimizer: str, algorithm: str, tmp_path):
     assert (tmp_path / "x.png").exists()
 
 
+@pytest.mark.full
 def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
     arguments = ["--algorithm", "oktopk", "--batch", "64"]
     arguments += ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
@@ -233,6 +242,7 @@ def test_half_the_bytes_train_as_well(tmp_path):
     assert np.mean(accuracy["oktopk-bf16"]) >= np.mean(accuracy["oktopk"]) - 0.01
 
 
+@pytest.mark.full
 def test_bench_select(tmp_path, capsys):
     plot, figures = tmp_path / "x.png", tmp_path / "x.json"
     arguments = ["bench", "select", "--size", "50000", "--density", "0.02", "--repeats", "2"]
@@ -307,6 +317,7 @@ def test_plan(tmp_path, capsys):
     assert "--selection-time" in out
 
 
+@pytest.mark.full
 def test_plan_says_when_dense_wins(tmp_path, capsys):
     arguments = ["--bandwidth", "400", "--gpus-per-node", "8", "--step-time", "100", "--selection-time", "50"]
     cli.main([*PLAN, *arguments, "--plot", str(tmp_path / "x.png")])

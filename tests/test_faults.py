@@ -33,6 +33,7 @@ def test_the_others_end_with_an_error_in_bounded_time(victim: int, number: signa
             assert re.search("Gloo|JAX distributed service detected fatal errors", process.text)
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path: pathlib.Path):
     """Killed between two checkpoints, and then in the midst of writing one; each time it is started again."""
     arguments = "process_training.py", 2, tmp_path, STEPS

@@ -20,7 +20,7 @@ CAPACITY = 60
 def gather(size: int, balance_above: float):
     def local(values, indices, parts, step):
         mine = jsparse.SparseVector(values, indices, N)
-        wire = jsparse.wire.Full()
+        wire = jsparse.wire.Full().at(step)
         return gather_parts(
             jsparse.AxisComm(AXIS), mine, parts, SHARE, balance_above=balance_above, step=step, wire=wire
         )[0]

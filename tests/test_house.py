@@ -7,6 +7,7 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,41 +20,39 @@ import jsparse
 import kernels_pallas
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Bottom to top: a module imports from its own line, but for its own room's, and from those above it here.
-LAYERS = [
-    {"kernels_pallas"},
-    {
-        "jsparse._density",
-        "jsparse._operator",
-        "jsparse._models",
-        "jsparse._processes",
-        "jsparse._random",
-        "jsparse._redistribute",
-    },
-    {"jsparse._sparse_vector"},
-    {"jsparse._flatten", "jsparse._buckets"},
-    {"jsparse._comm", "jsparse._mpi"},
-    {"jsparse._ledger"},
-    {"jsparse._traffic"},
-    {"jsparse.quantize"},
-    {"jsparse.wire"},
-    {"jsparse.select"},
-    {"jsparse.allreduce"},
-    {"jsparse._error_feedback", "jsparse._two_levels", "jsparse._parts", "jsparse._elementwise"},
-    {"jsparse._momentum"},
-    {"jsparse._config"},
-    {"jsparse._synchronise"},
-    {"jsparse._transform", "jsparse._a2sgd", "jsparse._per_worker", "jsparse._state", "jsparse._sync"},
-    {"jsparse._presets", "jsparse._dense_presets", "jsparse._phases"},
-    {"jsparse._trust_ratio", "jsparse._sharded", "jsparse._move", "jsparse._files"},
-    {"jsparse._reshard"},
-    {"jsparse._train_state"},
-    {"jsparse._train_ground"},
-    {"jsparse._train_step"},
-    {"jsparse.cost"},
-    {"jsparse.cli", "jsparse.__main__"},
-]
-COLLECTIVES = {"psum", "pmax", "pmin", "pmean", "all_gather", "all_to_all", "ppermute", "psum_scatter", "axis_index"}
+# Bottom to top: a module imports from its own folder, and from the folders above it in this list.
+LAYERS = (
+    "kernels_pallas",
+    "jsparse._vector",
+    "jsparse._comm",
+    "jsparse.quantize",
+    "jsparse.wire",
+    "jsparse.select",
+    "jsparse.allreduce",
+    "jsparse._engine",
+    "jsparse._presets",
+    "jsparse._train",
+    "jsparse._reshard",
+    "jsparse._share",
+    "jsparse.cost",
+    "jsparse.bench",
+    "jsparse.cli",
+)
+# jsparse itself imports from everywhere; the command line begins in __main__.
+ABOVE = {"jsparse": len(LAYERS), "jsparse.__main__": len(LAYERS)}
+PUBLIC = (
+    jsparse,
+    jsparse.select,
+    jsparse.allreduce,
+    jsparse.quantize,
+    jsparse.wire,
+    jsparse.cost,
+    kernels_pallas,
+)
+COLLECTIVES = {
+    *("psum", "pmax", "pmin", "pmean", "psum_scatter", "ppermute", "pshuffle", "pswapaxes", "pbroadcast"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "ragged_all_to_all", "axis_index"),
+}
 
 
 def modules():
@@ -71,8 +70,14 @@ def source(module: str) -> pathlib.Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def within(module: str, folder: str) -> bool:
+    return f"{module}.".startswith(f"{folder}.")
+
+
 def layer(module: str) -> int:
-    return next(i for i, rooms in enumerate(LAYERS) if any(f"{module}.".startswith(f"{room}.") for room in rooms))
+    if module in ABOVE:
+        return ABOVE[module]
+    return next(i for i, folder in enumerate(LAYERS) if within(module, folder))
 
 
 def imports(module: str):
@@ -91,31 +96,61 @@ def imports(module: str):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module: str):
-    if module == "jsparse":
-        return
     for other in imports(module):
         assert layer(other) <= layer(module), f"{module} imports {other}, which stands above it"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module != "jsparse._comm"])
+def importers(folder: str) -> set[str]:
+    """The modules outside a folder that import from it."""
+    return {
+        module
+        for module in MODULES
+        if not within(module, folder) and any(within(other, folder) for other in imports(module))
+    }
+
+
+def test_only_the_command_line_imports_benchmarks():
+    found = importers("jsparse.bench")
+    assert found
+    assert all(within(module, "jsparse.cli") for module in found)
+
+
+def test_no_selector_imports_an_allreduce():
+    found = importers("jsparse.allreduce")
+    assert found
+    assert not any(within(module, "jsparse.select") for module in found)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "jsparse._comm.comm"])
 def test_only_comm_names_a_collective(module: str):
     # To a kernel an axis's index is its place in the grid.
-    named = COLLECTIVES - {"axis_index"} if module.startswith("kernels_pallas.") else COLLECTIVES
+    named = COLLECTIVES - {"axis_index"} if within(module, "kernels_pallas") else COLLECTIVES
     for node in ast.walk(ast.parse(source(module).read_text())):
         if isinstance(node, ast.Attribute) and node.attr in named:
             assert ast.unparse(node.value) not in ("lax", "jax.lax"), f"{module}: {ast.unparse(node)}"
+        if isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
+            assert not named & {alias.name for alias in node.names}, f"{module}: {ast.unparse(node)}"
+
+
+def test_comm_names_collectives():
+    """So that the test above has something to find."""
+    text = source("jsparse._comm.comm").read_text()
+    assert {name for name in COLLECTIVES if f"lax.{name}(" in text} >= {"psum", "all_gather", "ppermute", "axis_index"}
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_public_packages_leak_no_names(package):
+    """What a package has without an underscore is in its ``__all__``, or one of its own modules."""
+    assert sorted(package.__all__) == list(dict.fromkeys(sorted(package.__all__)))
+    assert set(package.__all__) <= set(dir(package))
+    files = {found.name for found in pkgutil.iter_modules(package.__path__)}
+    leaks = {name for name in dir(package) if not name.startswith("_")} - set(package.__all__)
+    own = {name for name in leaks & files if sys.modules.get(f"{package.__name__}.{name}") is getattr(package, name)}
+    assert leaks == own
 
 
 def public():
-    for package in (
-        jsparse,
-        jsparse.select,
-        jsparse.allreduce,
-        jsparse.quantize,
-        jsparse.wire,
-        jsparse.cost,
-        kernels_pallas,
-    ):
+    for package in PUBLIC:
         for name in package.__all__:
             yield pytest.param(package, name, id=f"{package.__name__}.{name}")
 
@@ -143,25 +178,44 @@ def test_public_names_are_documented(package, name: str):
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "jsparse.__main__"])
+def test_modules_import(module: str):
+    assert importlib.import_module(module).__name__ == module
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if ">>> " in source(module).read_text()])
 def test_doctests(module: str):
     globs = {"jax": jax, "jnp": jnp, "jsparse": jsparse, "optax": optax}
     tests = doctest.DocTestFinder().find(importlib.import_module(module), extraglobs=globs)
+    assert sum(len(test.examples) for test in tests)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for test in tests:
         runner.run(test)
     assert not runner.failures
 
 
-def test_some_doctests_are_found():
-    finder = doctest.DocTestFinder()
-    examples = sum(len(t.examples) for module in MODULES for t in finder.find(importlib.import_module(module)))
-    assert examples >= 15
+def blocks(page: str) -> list[str]:
+    """The Python code on a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.S)
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")))
+def links(page: str) -> list[str]:
+    """The files to which a page leads."""
+    return re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))
+
+
+# Pages whose code trains for some seconds.
+LONG = ("docs/quickstart.md", "docs/clusters.md", "docs/algorithms.md")
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.full] * (page in LONG)) for page in PAGES if blocks(page)]
+)
 def test_code_in_the_docs_runs(page: str):
     namespace = {"jsparse": jsparse}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.S):
+    for block in blocks(page):
         exec(compile(block.replace('jax.config.update("jax_num_cpu_devices", 8)', ""), page, "exec"), namespace)
 
 
@@ -209,12 +263,12 @@ def test_the_lines_that_change():
 
 def test_the_rest_of_the_readme(capsys):
     namespace = loop() | {"mesh": Mesh(np.array(jax.devices()), ("data",))}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S):
+    for block in blocks("README.md"):
         exec(compile(block, "README.md", "exec"), namespace)
     assert "all_to_all" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["README.md", *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))])
+@pytest.mark.parametrize("page", list(filter(links, ["README.md", "CONTRIBUTING.md", *PAGES])))
 def test_links_lead_somewhere(page: str):
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+    for target in links(page):
         assert ((ROOT / page).parent / target).exists(), target

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ import jsparse
 import oracles
 import scenarios
 import transports
-from algorithms import DENSITY, ROWS, Row
+from algorithms import DENSITY, ROWS, Row, case, some
 from jsparse import cost
 from transports import N
 
@@ -23,14 +23,12 @@ STEPS = 6
 # power of two and one more, as 3 is; 7 is one with three more.)
 SELDOM = (4, 5, 16)
 CASES = [
-    pytest.param(
-        row, size, id=f"{row}-{size}", marks=[pytest.mark.slow] if len(row.sizes) > 4 and size in SELDOM else []
-    )
+    case(row, size, slow=len(row.sizes) > 4 and size in SELDOM and size != row.usual_size)
     for row in ROWS
     for size in row.sizes
 ]
-AT_SCALE = [pytest.param(row, size, id=f"{row}-{size}") for row in ROWS for size in (64, 256)]
-SPARSE = [case for case in CASES if case.values[0].sparse]
+AT_SCALE = [case(row, size, slow=True) for row in ROWS for size in (64, 256)]
+SPARSE = [given for given in CASES if given.values[0].sparse]
 
 
 class Step(NamedTuple):
@@ -68,7 +66,8 @@ def run(
 
 def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
     """What momentum makes of a gradient."""
-    momentum = getattr(row.make(transports.axis(row), DENSITY).synchroniser.memory, "momentum", None)
+    memory = row.make(transports.axis(row), DENSITY).synchroniser.memory if row.alike else None
+    momentum = getattr(memory, "momentum", None)
     if momentum is None:
         return gradient
     velocity = np.zeros((size, N), np.float32)
@@ -78,7 +77,9 @@ def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceStat
 
 
 def buckets(row: Row) -> list[np.ndarray]:
-    """Which of the N elements each bucket holds."""
+    """Which of the N elements each bucket holds; none, where nothing is kept."""
+    if not row.alike:
+        return []
     offsets = list(itertools.accumulate((math.prod(s) for s in transports.SHAPES.values()), initial=0))
     plan = row.make(transports.axis(row), DENSITY).synchroniser.space.buckets(jax.tree.leaves(transports.zeros()))
     return [np.concatenate([np.arange(offsets[leaf], offsets[leaf + 1]) for leaf in bucket.ids]) for bucket in plan]
@@ -94,6 +95,8 @@ def embed(row: Row, vectors: np.ndarray, size: int) -> np.ndarray:
 
 def whole(row: Row, gradient: np.ndarray, size: int) -> np.ndarray:
     """The gradients: over two levels, each worker's shards of its node's sum."""
+    if not row.alike:
+        return gradient
     full = np.zeros((size, N), np.float32)
     nodes = size // row.gpus[size] if row.gpus else size
     for places in buckets(row):
@@ -137,9 +140,22 @@ def handled(step: Step) -> np.ndarray:
     return np.abs(step.given).sum(0) + np.abs(step.residual).sum(0)
 
 
+def assert_own_updates(row: Row, step: Step) -> None:
+    """Where replicas differ: each worker's update is what the oracle says, to rounding; all of it is delivered."""
+    np.testing.assert_array_equal(step.after.report.delivered, N)
+    rounding = 2e-6 * np.abs(step.given).max()
+    np.testing.assert_allclose(step.updates, row.oracle(step.given), rtol=2e-6, atol=rounding)
+
+
 def assert_nothing_lost(row: Row, step: Step) -> None:
     """On integers: nothing is lost, exactly; replicas agree; words stay within the bound; what the oracle says."""
     size = len(step.acc)
+    assert (np.asarray(step.after.step) == step.number + 1).all()
+    if row.bound:
+        assert (np.asarray(step.after.report.words) <= row.bound(N, max(1, round(DENSITY * N)), size)).all()
+    if not row.alike:
+        assert_own_updates(row, step)
+        return
     assert_replicas_agree(step)
     total = step.updates[0].astype(np.float64) * size
     if row.exact:
@@ -150,9 +166,6 @@ def assert_nothing_lost(row: Row, step: Step) -> None:
         np.testing.assert_array_equal(lost, 0)
     else:
         assert (np.abs(lost) <= 1e-6 * handled(step)).all()
-    assert (np.asarray(step.after.step) == step.number + 1).all()
-    if row.bound:
-        assert (np.asarray(step.after.report.words) <= row.bound(N, max(1, round(DENSITY * N)), size)).all()
 
     want = expected(row, step)
     if want is not None:
@@ -188,6 +201,9 @@ def test_simulation_at_scale(row: Row, size: int):
 def test_nothing_is_lost_to_rounding(row: Row, size: int):
     rng = np.random.default_rng(1)
     for step in run(row, size, [rng.standard_t(2, (size, N)).astype(np.float32) for _ in range(STEPS)]):
+        if not row.alike:
+            assert_own_updates(row, step)
+            continue
         assert_replicas_agree(step)
         lost = step.acc.sum(0, dtype=np.float64) - step.residual.sum(0, dtype=np.float64) - size * step.updates[0]
         assert (np.abs(lost) <= 1e-6 * (np.abs(step.given).sum(0) if row.exact else handled(step))).all()
@@ -232,10 +248,11 @@ def test_a_non_finite_gradient_is_seen_by_all_and_changes_nothing(row: Row, size
         bad[worker % size, 700] = value
     steps = list(run(row, size, [before, *spoilt, after]))
     for step in steps[1:-1]:
-        if row.sparse:
+        if row.sparse or not row.alike:
             assert np.isnan(step.updates).all()
             jax.tree.map(np.testing.assert_array_equal, step.before.buckets, step.after.buckets)
             np.testing.assert_array_equal(step.before.step, step.after.step)
+            assert not np.any(step.after.report.delivered)
         else:
             assert not np.isfinite(step.updates[:, 700]).any()
     clean = list(run(row, size, [before, after]))
@@ -244,11 +261,7 @@ def test_a_non_finite_gradient_is_seen_by_all_and_changes_nothing(row: Row, size
 
 @pytest.mark.parametrize(
     "row, size",
-    [
-        pytest.param(row, size, id=f"{row}-{size}")
-        for row in ROWS
-        for size in [size for size in row.sizes if size in (3, 8)] or row.sizes[:1]
-    ],
+    [case(row, size) for row in ROWS for size in some(row, 3, 8)],
 )
 def test_nothing_is_lost_when_the_number_of_workers_changes(row: Row, size: int):
     """The pending mean update is kept, exactly on integers, and the steps that follow are like any other."""
@@ -285,19 +298,23 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
         yield of._replace(memory=jax.tree.map(lambda leaf, n=n: vector(leaf, n), of.memory))
 
 
-TRANSPORTS = [("shard_map", 3), ("shard_map", 8), ("shard_map unchecked", 3), ("pmap", 3)]
+def over_transports() -> Iterator[Any]:
+    """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one level alone."""
+    for row in ROWS:
+        few = len(row.sizes) <= 2
+        for size in some(row, 3, 8):
+            yield case(row, size, "shard_map", slow=few and size != row.usual_size)
+        for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
+            yield case(row, row.usual_size, transport, slow=few)
 
 
-@pytest.mark.parametrize("transport, size", TRANSPORTS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_transports_give_the_same_bits(row: Row, transport: str, size: int, pytestconfig: pytest.Config):
-    seldom = len(row.sizes) <= 2 and (transport != "shard_map" or (size == 8 and 3 in row.sizes))
-    seldom &= not pytestconfig.getoption("--slow")
-    if size not in row.sizes or (row.gpus and transport == "pmap") or seldom:
-        return
+@pytest.mark.parametrize("row, size, transport", list(over_transports()))
+def test_transports_give_the_same_bits(row: Row, size: int, transport: str):
+    """To rounding where replicas differ: what XLA makes of a gradient less a mean depends on the program around it."""
     gradients = scenarios.take("ordinary", size, STEPS)
     for ours, theirs in zip(run(row, size, gradients), run(row, size, gradients, transport), strict=True):
-        np.testing.assert_array_equal(ours.updates, theirs.updates)
+        rounding = 0 if row.alike else 3e-7 * np.abs(ours.given).max()
+        np.testing.assert_allclose(theirs.updates, ours.updates, rtol=0, atol=rounding)
         np.testing.assert_array_equal(ours.residual, theirs.residual)
         if transport == "shard_map":
             # To type a result as alike on all workers may take one more exchange.
@@ -312,8 +329,15 @@ def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllRed
     return state._replace(report=state.report._replace(words=0, messages=0))
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("row", [row for row in ROWS if len(row.sizes) > 2], ids=str)
+@pytest.mark.parametrize(
+    "row, size",
+    [
+        case(row, size, slow=size == 8)
+        for row in ROWS
+        if row.alike and len(row.sizes) > 2
+        for size in some(row, 1, 3, 8)
+    ],
+)
 def test_density_1_is_dense(row: Row, size: int):
     """Invariant 6."""
     for scenario in ("ordinary", "one_region", "zeros"):
@@ -333,8 +357,8 @@ def test_every_element_gets_its_turn(row: Row, size: int, scenario: str):
     for step in run(row, size, scenarios.stream(scenario, size, 8 * (size + 1) * N // k)):
         arrived |= step.updates[0] != 0
         if arrived.all():
-            return
-    pytest.fail(f"never arrived: {np.flatnonzero(~arrived)}")
+            break
+    assert arrived.all(), f"never arrived: {np.flatnonzero(~arrived)}"
 
 
 @pytest.mark.parametrize("row, size", CASES)

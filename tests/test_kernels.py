@@ -14,6 +14,7 @@ import kernels_pallas
 import oracles
 from jsparse.bench import select as bench_select
 from kernels_pallas import bitmap
+from tiers import quick
 
 LONG = 300_000  # More than 4 * 65,536: a vector of this length is sampled first.
 
@@ -65,7 +66,15 @@ def jitted_top_k(x, k):
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(
-    "n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+    "n, k",
+    [
+        (31, 3),
+        (2048, 20),
+        *(
+            pytest.param(n, k, marks=pytest.mark.full)
+            for n, k in [(1, 1), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+        ),
+    ],
 )
 def test_top_k_is_exact(name: str, n: int, k: int):
     x = make(name, n)
@@ -76,7 +85,7 @@ def test_top_k_is_exact(name: str, n: int, k: int):
     assert threshold == (want if want >= np.finfo(np.float32).tiny else 0)
 
 
-@pytest.mark.parametrize("n", [100, LONG])
+@pytest.mark.parametrize("n", quick([100, LONG], 100))
 def test_nan_is_never_selected(n: int):
     x = make("gaussian", n)
     x[::3] = np.nan
@@ -98,7 +107,7 @@ def jitted_above(x, threshold, capacity):
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("n", [1, 33, 2049, 70_000])
+@pytest.mark.parametrize("n", quick([1, 33, 2049, 70_000], 1, 2049))
 def test_select_above(name: str, n: int):
     x = make(name, n)
     for threshold in (0.0, 1.0, float(np.median(np.abs(x)))):
@@ -115,7 +124,15 @@ def jitted_ms_top_k(x, k, searches, turn=0):
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(
-    "n, k", [(1, 1), (31, 3), (2048, 20), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+    "n, k",
+    [
+        (31, 3),
+        (2048, 20),
+        *(
+            pytest.param(n, k, marks=pytest.mark.full)
+            for n, k in [(1, 1), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+        ),
+    ],
 )
 def test_ms_top_k_finds_the_largest_magnitudes(name: str, n: int, k: int):
     """With as many searches as a magnitude has bits, MSTopK is exact, except for ties."""
@@ -127,7 +144,7 @@ def test_ms_top_k_finds_the_largest_magnitudes(name: str, n: int, k: int):
     np.testing.assert_array_equal(np.sort(np.abs(x[indices[:count]])), np.sort(np.abs(x[expected])))
 
 
-@pytest.mark.parametrize("searches", [2, 6, 12, 30])
+@pytest.mark.parametrize("searches", quick([2, 6, 12, 30], 12))
 @pytest.mark.parametrize("name", ["gaussian", "heavy", "ties", "constant", "few elements", "one layer"])
 def test_ms_top_k_follows_the_paper(name: str, searches: int):
     x = make(name, 20_000)
@@ -136,6 +153,7 @@ def test_ms_top_k_follows_the_paper(name: str, searches: int):
         assert_run(x, found, oracles.ms_top_k(x, 200, searches, turn))
 
 
+@pytest.mark.full
 def test_ms_top_k_on_gaussian_values():
     """The paper's figure: with 30 searches more than 99 % of them are in the exact top-k."""
     x = make("gaussian", LONG)
@@ -154,7 +172,7 @@ def test_the_window_of_ms_top_k_turns():
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("n", [1, 33, 70_000])
+@pytest.mark.parametrize("n", quick([1, 33, 70_000], 33))
 def test_counts_and_norms(name: str, n: int):
     x = make(name, n)
     thresholds = np.array([0.0, 1.0, np.median(np.abs(x)), 2.5, 1e30], np.float32)
@@ -197,7 +215,7 @@ def test_the_estimate_of_a_short_vector_is_exact():
     np.testing.assert_array_equal(got, [expected[0], expected[9], expected[999], 0])
 
 
-@pytest.mark.parametrize("n", [100, LONG])
+@pytest.mark.parametrize("n", quick([100, LONG], 100))
 def test_float64(n: int):
     with jax.enable_x64(True):
         x = np.random.default_rng(0).standard_normal(n)

@@ -23,6 +23,7 @@ from kernels_pallas.count_above_many import triton as counts_triton
 from kernels_pallas.kth_magnitude import triton as kth_triton
 from kernels_pallas.kth_magnitude import xla as kth_xla
 from kernels_pallas.magnitude_statistics import triton, xla
+from tiers import quick
 
 BLOCK = 128
 TINY = np.finfo(np.float32).tiny
@@ -199,7 +200,7 @@ def select_all(x, k: int, form: str):
     }
 
 
-@pytest.mark.parametrize("k", RANKS)
+@pytest.mark.parametrize("k", quick(RANKS, RANKS[-1]))
 def test_selection_is_the_same_to_the_bit(k: int, short):
     assert (kth_xla.superset_capacity(N, k) is None) == (k == RANKS[-1])
     for name in INPUTS:

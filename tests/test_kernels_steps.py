@@ -12,7 +12,7 @@ import jsparse
 import kernels_pallas
 import scenarios
 import transports
-from algorithms import ROWS, Row
+from algorithms import ROWS, Row, case
 from gpus import abstract, devices, lowered, needs_plugin
 from jsparse import select
 
@@ -32,16 +32,12 @@ def assert_equal(got, expected, rounding: float = 0) -> None:
         # NumPy does not recognise NaN in bfloat16.
         other, leaf = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in (other, leaf))
         name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(other, leaf, rounding if name.endswith("threshold") else 0, err_msg=name)
+        np.testing.assert_allclose(other, leaf, rounding if "threshold" in name else 0, err_msg=name)
 
 
 @pytest.mark.parametrize(
     "row, size",
-    [
-        pytest.param(row, 8 if row.gpus else 3, id=row.name, marks=[] if row.name in NAMES else [pytest.mark.slow])
-        for row in ROWS
-        if row.name in NAMES + OTHERS
-    ],
+    [case(row, 8 if row.gpus else 3, slow=row.name not in NAMES) for row in ROWS if row.name in NAMES + OTHERS],
 )
 def test_a_whole_step_is_the_same_with_each_implementation(row: Row, size: int):
     expected = run(*transports.workers(row, size), size)
@@ -94,6 +90,7 @@ def flat_steps(selector, dtype, implementation: str, check_vma: bool):
     [(select.SampledThreshold(DENSITY), jnp.float32), (select.FixedThreshold(1.5, DENSITY), jnp.bfloat16)],
     ids=["sampled", "fixed"],
 )
+@pytest.mark.full
 def test_one_pass_over_a_flat_gradient(selector, dtype):
     """The kernel runs without tracking of variance, because Pallas's interpreter cannot track it.
 
@@ -121,6 +118,7 @@ def test_a_whole_step_as_a_gpu_gets_it(selector, check_vma: bool):
 
 @needs_plugin
 @pytest.mark.xdist_group("cuda")
+@pytest.mark.full
 def test_nothing_long_is_copied_in_a_whole_step():
     """A step compiled for four H200s overwrites the residual.
 

@@ -21,6 +21,8 @@ import transports
 from algorithms import DENSITY, ROWS, Row
 
 SIZES = (2, 3, 4)
+# The quick rows: collectives, pairs, two levels, and values that are encoded.
+FEW = ("topk_allgather", "hitopk", "gtopk-bf16")
 MINUTES = 15
 # So that mpirun runs as root, and more processes than there are cores; MPICH's ignores these.
 LAUNCH = {
@@ -50,12 +52,18 @@ def communication(row: Row) -> str:
 
 
 def cases():
-    """Not with the slow ones: one size of each row, in turn, whose messages are not those of a row before."""
+    """Not with the slow ones: one size of each row, in turn, whose messages are not those of a row before.
+
+    A few of two processes are quick.
+    """
     seen = set()
     for number, row in enumerate(ROWS):
         for size in sizes(row):
             often = size == sizes(row)[number % len(sizes(row))] and communication(row) not in seen
-            yield pytest.param(row, size, id=f"{row}-{size}", marks=[] if often else [pytest.mark.slow])
+            marks = (
+                [] if often and size == 2 and row.name in FEW else [pytest.mark.full] if often else [pytest.mark.slow]
+            )
+            yield pytest.param(row, size, id=f"{row}-{size}", marks=marks)
         seen.add(communication(row))
 
 
@@ -127,7 +135,10 @@ def test_mpi_gives_the_bits_of_an_axis(row: Row, size: int, processes):
         here = (np.stack(of_ranks) for of_ranks in zip(*(steps[number] for steps in found), strict=True))
         for (path, there), leaf in zip(jax.tree_util.tree_leaves_with_path((updates, state)), here, strict=True):
             name = jax.tree_util.keystr(path)
-            np.testing.assert_allclose(leaf, there, 1e-6 if name.endswith("threshold") else 0, err_msg=name)
+            relative = 1e-6 if "threshold" in name else 0
+            # Where replicas differ, a gradient less a mean depends on the program around it, to rounding.
+            absolute = 0 if row.alike else 3e-7 * np.abs(gradient).max()
+            np.testing.assert_allclose(leaf, there, relative, absolute, err_msg=name)
 
 
 def test_every_algorithm_runs_under_mpi():
@@ -136,7 +147,7 @@ def test_every_algorithm_runs_under_mpi():
 
 
 @needs_mpi
-@pytest.mark.parametrize("processors", SIZES)
+@pytest.mark.parametrize("processors", [2, *(pytest.param(size, marks=pytest.mark.full) for size in SIZES[1:])])
 def test_communication(processors: int, processes):
     """Types, order, traffic, training, and what is refused: see ``mpi_worker.py``."""
     failed = processes(processors)[1]

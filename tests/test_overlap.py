@@ -143,6 +143,7 @@ def test_dense_buckets_overlap_with_the_backward_pass():
 
 
 @needs_plugin
+@pytest.mark.full
 def test_sparse_buckets_overlap_with_each_other_and_with_the_backward_pass():
     program = main(compiled("topk_allgather"))
     gathers = program.messages("all-gather")

@@ -257,6 +257,7 @@ def test_equal_to_optax(pair: str):
 
 
 @pytest.mark.parametrize(("size", "transport"), [(1, "vmap"), (5, "vmap"), (8, "pmap"), (4, "shard_map unchecked")])
+@pytest.mark.full
 def test_equal_to_optax_everywhere(size: int, transport: str):
     compare(*PAIRS["lars, options"], parameters(jnp.float32), size, transport)
 
@@ -319,7 +320,14 @@ def loss_fn(params, batch):
     return sum(jnp.sum((p.astype(jnp.float32) - 0.5) ** 2) for p in jax.tree.leaves(params)) * jnp.mean(batch)
 
 
-@pytest.mark.parametrize(("name", "size"), [("adam", 1), *[(name, 3) for name in OPTIMIZERS]])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("adam", 3),
+        pytest.param("adam", 1, marks=pytest.mark.full),
+        *[pytest.param(name, 3, marks=pytest.mark.full) for name in OPTIMIZERS if name != "adam"],
+    ],
+)
 def test_sharded_optimizers(name: str, size: int):
     """In ``train_step``, typed, after a preset: equal to the optimizer itself in its place."""
     params, mesh = parameters(jnp.float32), transports.mesh(size)
@@ -353,6 +361,7 @@ def test_sharded_optimizers(name: str, size: int):
 
 
 @pytest.mark.parametrize(("size", "transport"), [(1, "vmap"), (5, "vmap"), (8, "pmap"), (4, "shard_map unchecked")])
+@pytest.mark.full
 def test_sharded_everywhere(size: int, transport: str):
     """Two updates in one program, which also makes the state."""
     params, tx = parameters(jnp.float32), jsparse.sharded(optax.adam(0.1), AXIS)
@@ -400,6 +409,7 @@ def test_over_two_levels(along):
     }
 
 
+@pytest.mark.full
 def test_a_sharded_state_in_a_checkpoint(tmp_path):
     """A run that orbax saved and restored goes on with the same bits, and compiles once."""
     chain = optax.chain(jsparse.oktopk(AXIS, density=0.1), jsparse.sharded(optax.adamw(0.1), AXIS))

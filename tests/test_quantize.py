@@ -131,12 +131,10 @@ def test_codebook(bits: int, limit: float):
     np.testing.assert_allclose(coded(Codebook(bits), one), one)
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if not q.unbiased], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_contraction(quantizer, dtype):
     """Error feedback needs errors smaller than the vector: on average, if they are random."""
-    if quantizer.unbiased:
-        return
     with jax.enable_x64(dtype == np.float64):
         for scale in (1e-30, 1.0, 1e30):
             values = vector(dtype) * dtype(scale)

@@ -24,6 +24,7 @@ from jsparse.select import (
     StochasticTopK,
     TopK,
 )
+from tiers import quick
 
 N = 40_000
 DENSITY = 0.01
@@ -103,7 +104,7 @@ def test_what_is_selected_is_of_the_vector(select):
             assert len(indices) == k
 
 
-@pytest.mark.parametrize("share", [1.0, 0.15])
+@pytest.mark.parametrize("share", quick([1.0, 0.15], 0.15))
 @pytest.mark.parametrize(
     ("select", "limit"),
     [
@@ -146,8 +147,8 @@ def assert_frequent(chosen: np.ndarray, probability: np.ndarray) -> None:
     assert abs(statistic - freedom) < 3.9 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("density", [0.1, 0.8])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("density", quick([0.1, 0.8], 0.1))
+@pytest.mark.parametrize("shared", quick([True, False], True))
 def test_random_k_is_uniform(density: float, shared: bool):
     n, steps = 500, 2000
     k = round(density * n)

@@ -103,7 +103,7 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
 
         def local_update(grads, state):
             updates, state = tx.update(unstack(grads), unstack(state))
-            return updates, stack(state)
+            return updates if row.alike else stack(updates), stack(state)
 
         init = jax.shard_map(local_init, mesh=on, in_specs=along, out_specs=along, check_vma=check)
         # Replicated out_specs: with check_vma=True they are accepted only if the types say that all workers agree.
@@ -111,12 +111,14 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             local_update,
             mesh=on,
             in_specs=(along, along),
-            out_specs=(PartitionSpec(), along),
+            out_specs=(PartitionSpec() if row.alike else along, along),
             check_vma=check,
         )
 
         def update(grads, state):
             updates, state = shared(grads, state)
+            if not row.alike:
+                return updates, state
             return jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (size, *x.shape)), updates), state
 
     return jax.jit(init)(np.arange(size)), jax.jit(update)

@@ -1,0 +1,89 @@
+"""The tiers: no test is in both or in none, and the quick one has every algorithm."""
+
+import inspect
+import pathlib
+
+import pytest
+
+import jsparse
+from algorithms import QUICK, ROWS, Row, case, parts
+from tiers import TIER_OF, TIERS, chosen, quick, tier
+
+# Public classes that are protocols, states and results, or parts of no transformation.
+OTHERS = {
+    *("Selector", "SelectorState", "ReusedThresholdState", "AllReduce", "OkTopkState", "ParameterServerState"),
+    *("ReduceReport", "Quantizer", "Wire", "Messages"),
+}
+
+
+class Item:
+    """A test with these marks."""
+
+    def __init__(self, *marks: str):
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self.marks
+
+
+def test_tiers_are_disjoint_and_together_are_all():
+    items = [Item(), Item("slow"), Item("full"), Item("full", "slow"), Item("skip")]
+    by_tier = [chosen(items, wanted) for wanted in TIERS]
+    assert by_tier == [[items[0], items[4]], items[1:4]]
+    assert chosen(items, "all") == items
+
+
+def test_this_session_runs_its_tier(request: pytest.FixtureRequest):
+    """All that was collected is in one tier, and of that tier nothing was left out but by other options."""
+    tiers, wanted = request.config.stash[TIER_OF], request.config.getoption("--tier")
+    assert request.node.nodeid.partition("@")[0] in tiers
+    assert set(tiers.values()) <= set(TIERS)
+    running = request.session.items
+    assert chosen(running, wanted) == running
+    # pytest-xdist appends a test's group to its name.
+    assert {tiers[item.nodeid.partition("@")[0]] for item in running} == {tier(item) for item in running}
+
+
+def test_every_file_has_quick_tests(request: pytest.FixtureRequest):
+    files = {name.partition("::")[0]: set() for name in request.config.stash[TIER_OF]}
+    for name, of in request.config.stash[TIER_OF].items():
+        files[name.partition("::")[0]].add(of)
+    if len(files) > 1:  # Not when this file is run alone.
+        here = pathlib.Path(__file__).parent
+        assert {name for name, tiers in files.items() if "quick" not in tiers} == set()
+        assert len(files) <= len(list(here.glob("test_*.py")))
+
+
+def test_parameters_are_quick_or_full():
+    first, second = quick([1, 2], 1)
+    assert first == 1
+    assert [mark.name for mark in second.marks] == ["full"]
+    with pytest.raises(AssertionError, match="not all among"):
+        quick([1, 2], 3)
+
+
+def test_quick_rows_have_every_algorithm():
+    """Every preset, selector, all-reduce, wire format and quantizer has a row that is quick at one size."""
+    rows = [row for row in ROWS if row.name in QUICK]
+    presets = {
+        name
+        for name in jsparse.__all__
+        if inspect.isfunction(getattr(jsparse, name))
+        and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
+    }
+    # The row "general" is of sparse_allreduce; from_file makes what the others make.
+    assert presets - {"sparse_allreduce", "from_file"} == {row.preset for row in rows} - {"general"}
+    classes = {
+        getattr(package, name)
+        for package in (jsparse.select, jsparse.allreduce, jsparse.wire, jsparse.quantize)
+        for name in package.__all__
+        if inspect.isclass(getattr(package, name)) and name not in OTHERS
+    }
+    assert set().union(*map(parts, rows)) >= classes
+    for row in rows:
+        assert [size for size in row.sizes if not case(row, size).marks] == [row.usual_size]
+
+
+def test_other_rows_are_full():
+    row = Row("oktopk-other", lambda comm, density: jsparse.oktopk(comm, density=density))
+    assert all([mark.name for mark in case(row, size).marks] == ["full"] for size in row.sizes)
