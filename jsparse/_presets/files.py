@@ -25,7 +25,7 @@ PARTS = {"select": "select", "wire": "wire", "values": "quantize", "quantize": "
 
 def presets() -> dict[str, Callable[..., SparseAllReduce]]:
     """The presets by name, and the general form: those public functions that stand in this folder."""
-    public, folder = importlib.import_module("jsparse"), __name__.rpartition(".")[0]
+    public, folder = importlib.import_module(__name__.partition(".")[0]), __name__.rpartition(".")[0]
     functions = {name: getattr(public, name) for name in public.__all__ if inspect.isfunction(getattr(public, name))}
     return {
         name: function

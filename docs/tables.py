@@ -1,0 +1,67 @@
+"""Writes the tables of the README and of the catalogue that are made from the rows of the test table.
+
+``python docs/tables.py`` rewrites them; ``make tables`` does it in the environment of the tests.
+"""
+
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from algorithms import ROWS, Row  # noqa: E402
+from jsparse import cost  # noqa: E402
+
+N, DENSITY, WORKERS, NODES = 1_000_000, 0.01, 8, (2, 4)
+
+
+def presets() -> str:
+    """What each preset is, sends and is for."""
+    lines = ["| preset | paper | bytes a worker sends in a step | memory | when |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        if row.card:
+            name = ", ".join(f"`jsparse.{name}`" for name in (row.name, *row.card.aliases))
+            lines.append(f"| {name} | {row.card.paper} | {row.card.bytes} | {row.card.memory} | {row.card.when} |")
+    return "\n".join(lines)
+
+
+def exact() -> str:
+    """What each preset sends at least and at most, read off its traced program."""
+    params, k = jax.ShapeDtypeStruct((1000, N // 1000), jnp.float32), round(DENSITY * N)
+    lines = ["| | least | most | messages |", "|---|---|---|---|"]
+    for row in ROWS:
+        if row.card:
+            axes = ("nodes", "gpus") if row.gpus else "workers"
+            least, most = cost.exact(row.make(axes, DENSITY), params, NODES if row.gpus else WORKERS)
+            words = (f"{sent.bytes / 4 / k:.1f}" for sent in (least, most))
+            messages = " to ".join(map(str, dict.fromkeys((least.messages, most.messages))))
+            lines.append(f"| `{row.name}` | {' | '.join(words)} | {messages} |")
+    return "\n".join(lines)
+
+
+TABLES = {"README.md": {"presets": presets}, "docs/algorithms.md": {"exact": exact}}
+
+
+def written(page: str) -> str:
+    """A page with its tables as they should be: each stands between two comments that name it."""
+    text = (ROOT / page).read_text()
+    for name, make in TABLES[page].items():
+        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda found, make=make: f"{found[1]}\n{make()}\n\n{found[2]}", text)
+        if count != 1:
+            raise ValueError(f"{page} has {count} places for the table {name!r}: mark one by two comments")
+    return text
+
+
+def covered(row: Row, preset: str) -> bool:
+    """Whether a row is the one that stands for a preset in the tables."""
+    return bool(row.card) and preset in (row.name, *row.card.aliases)
+
+
+if __name__ == "__main__":
+    for page in TABLES:
+        (ROOT / page).write_text(written(page))
