@@ -79,9 +79,9 @@ def test_sync_is_update_left_sparse(tx: jsparse.SparseAllReduce, checked: bool):
     ("split", "select", "flat"),
     [
         ("all_to_all", jsparse.select.TopK, False),
-        ("rotate", jsparse.select.TopK, False),
-        ("all_to_all", jsparse.select.SampledThreshold, False),
-        ("rotate", jsparse.select.SampledThreshold, False),
+        pytest.param("rotate", jsparse.select.TopK, False, marks=pytest.mark.full),
+        pytest.param("all_to_all", jsparse.select.SampledThreshold, False, marks=pytest.mark.full),
+        pytest.param("rotate", jsparse.select.SampledThreshold, False, marks=pytest.mark.full),
         ("all_to_all", jsparse.select.SampledThreshold, True),
     ],
 )
