@@ -16,6 +16,7 @@ import oracles
 import transports
 from algorithms import ROWS, Row, case
 from jsparse import cost
+from tiers import quick
 from transports import AXIS
 
 ALONG, WHOLE = PartitionSpec(AXIS), PartitionSpec()
@@ -209,7 +210,7 @@ def make(*members, mesh=None, **kwargs):
     return jsparse.train_step(loss_fn, optax.chain(*members), mesh, AXIS, params="per_worker", **kwargs)
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_local_momentum_sgd_by_hand(checked: bool, micro_batches: int):
     """No all-reduce at all: each worker trains on its share; every third step they agree, and go on."""
