@@ -135,6 +135,7 @@ def test_types():
         assert traffic.parts[0].payload == "float64[2]"
 
 
+@pytest.mark.full
 def test_long_gradients():
     """VGG-16's: means in float32 to seven digits, no array as long beside the gradient, counts beyond int32."""
     n = 14_728_266
@@ -481,6 +482,7 @@ def test_other_wrong_uses_are_refused():
         jax.eval_shape(loop, params(), opt_state, jax.tree.map(lambda x: jnp.stack([x] * SIZE), params()))
 
 
+@pytest.mark.full
 def test_it_trains_nearly_as_well_as_dense():
     """Digits, 4 workers, momentum, agreeing after each of eight epochs: final mean parameters on unseen images."""
     digits = load_digits()

@@ -135,6 +135,7 @@ def test_delta_is_where_pairs_take_as_much_as_values():
     assert delta(1000, np.float64, Full()) == 666
 
 
+@pytest.mark.full
 def test_it_goes_dense_when_the_data_fill_it():
     """One executable: indices that are alike stay sparse; those that are not go dense, in the last message."""
     n = 1000

@@ -25,6 +25,7 @@ def run(tmp_path, *args: str) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_every_operation_runs_and_its_kernels_are_right(tmp_path, capsys):
     rows = run(tmp_path, "--check")["rows"]
     assert {row["operation"] for row in rows} == {op.name for op in operations()}
@@ -47,6 +48,7 @@ def test_figures(tmp_path):
     assert kernel["share_of_copy"] == kernel["gigabytes_a_second"] / figures["copy_gigabytes_a_second"]
 
 
+@pytest.mark.full
 def test_tuning_tries_every_combination(tmp_path):
     rows = run(tmp_path, "--tune", "--ops", "magnitude_statistics", "--implementation", "interpret")["rows"]
     tried = [row["options"] for row in rows if row["operation"] != "copy"]
@@ -54,6 +56,7 @@ def test_tuning_tries_every_combination(tmp_path):
     assert all(row["right"] for row in rows if row["operation"] != "copy")
 
 
+@pytest.mark.full
 def test_wrong_results_end_it(monkeypatch, tmp_path):
     def wrong(n, k, implementation):
         return lambda x: x if implementation == "xla" else x.at[3].add(1)
@@ -64,6 +67,7 @@ def test_wrong_results_end_it(monkeypatch, tmp_path):
         run(tmp_path, "--check")
 
 
+@pytest.mark.full
 def test_a_form_that_fails_does_not_end_it(monkeypatch, tmp_path, capsys):
     def fails(n, k, implementation):
         def run(x):

@@ -113,7 +113,7 @@ def test_accumulate_and_select(case):
     check()
 
 
-@pytest.mark.parametrize("hits", ["none", "all", "one block", "each block's slots", "the ragged end"])
+@pytest.mark.parametrize("hits", quick(["none", "all", "one block", "each block's slots", "the ragged end"], "all"))
 def test_crowded_blocks_and_a_full_result(hits: str):
     """With eight slots in a block of 128, and a result of 20 elements."""
     i = np.arange(127 + 3 * 128)
@@ -251,6 +251,7 @@ def test_under_shard_map(spec: PartitionSpec):
         assert lowered(form, *(jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args)).count("xla.gpu.triton") == 3
 
 
+@pytest.mark.full
 def test_inside_control_flow():
     """Three steps that carry the residual on. Each step takes one of two branches."""
     grad, residual, threshold = batch()

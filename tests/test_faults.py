@@ -15,7 +15,7 @@ STEPS = 20
 @pytest.mark.parametrize(
     ("victim", "number"),
     [
-        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),

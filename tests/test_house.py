@@ -207,7 +207,7 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.m
 
 
 # Pages whose code trains for some seconds.
-LONG = ("docs/quickstart.md", "docs/clusters.md", "docs/algorithms.md")
+LONG = ("docs/quickstart.md", "docs/clusters.md", "docs/algorithms.md", "docs/non_finite.md")
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,8 @@ def test_nothing_is_lost_to_rounding(row: Row, size: int):
 
 
 @pytest.mark.parametrize(
-    "row, size", [pytest.param(row, 7, id=f"{row}-7") for row in ROWS if row.name in ("oktopk-reused", "oktopk")]
+    "row, size",
+    [case(row, size) for row in ROWS if row.name in ("oktopk-reused", "oktopk") for size in some(row, 7)],
 )
 def test_nothing_is_lost_in_200_steps(row: Row, size: int):
     """Thresholds reused and corrected for several periods; gradients that grow and shrink."""

@@ -254,7 +254,7 @@ def run(form: str | None, x, thresholds):
     return jnp.concatenate([jnp.stack(scalars), found.counts.astype(jnp.float32), counts.astype(jnp.float32)])
 
 
-@pytest.mark.parametrize("form", ["interpret", None])
+@pytest.mark.parametrize("form", quick(["interpret", None], None))
 def test_under_every_transformation(form: str | None, monkeypatch):
     """In Pallas's interpreter, and in a process that sees a GPU but compiles this for its CPU."""
     monkeypatch.setattr(counts_triton, "SHORT", 500)

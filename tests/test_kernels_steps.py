@@ -15,6 +15,7 @@ import transports
 from algorithms import ROWS, Row, case
 from gpus import abstract, devices, lowered, needs_plugin
 from jsparse import select
+from tiers import quick
 
 SIZE, STEPS = 4, 3
 # These rows use each kernel, as selectors and all-reduces do. They have as many workers as in
@@ -104,7 +105,7 @@ def test_one_pass_over_a_flat_gradient(selector, dtype):
     assert np.isfinite(state.buckets[0].residual).all()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], False))
 @pytest.mark.parametrize("selector", [select.SampledThreshold(DENSITY), select.TopK(DENSITY)], ids=["sampled", "exact"])
 def test_a_whole_step_as_a_gpu_gets_it(selector, check_vma: bool):
     """The lowered step has the kernels of compaction, with either selector."""

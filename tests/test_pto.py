@@ -17,6 +17,7 @@ import transports
 from jsparse._share.parts import share_out
 from jsparse._share.trust_ratio import cut
 from jsparse.bench.pto import resnet50
+from tiers import quick
 from transports import AXIS
 
 WHOLE, ALONG = PartitionSpec(), PartitionSpec(AXIS)
@@ -251,7 +252,7 @@ def compare(tx, reference, params, size: int, transport: str, steps: int = 3, to
         params = optax.apply_updates(params, updates)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", quick(PAIRS, "ratio", "lars"))
 def test_equal_to_optax(pair: str):
     compare(*PAIRS[pair], parameters(jnp.float32), 3, "shard_map")
 

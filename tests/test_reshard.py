@@ -95,6 +95,7 @@ def test_what_is_not_finite_stays_where_it_is():
     np.testing.assert_array_equal(dealt[:, 2], [1.0, 1.0, 1.0])
 
 
+@pytest.mark.full
 def test_a_run_on_8_then_4_then_6_workers_then_1():
     """Nothing is lost: what the gradients' means add up to is in the updates and in the residuals."""
     rng = np.random.default_rng(0)

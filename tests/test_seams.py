@@ -21,6 +21,7 @@ from jsparse._vector.layout import Layout
 from jsparse._vector.pending import Pending
 from jsparse.allreduce import OkTopk, TopkAllGather
 from jsparse.select import SampledThreshold, TopK
+from tiers import quick
 
 AXIS, SIZE, DENSITY = "workers", 4, 0.05
 SHAPES = {"b": (7,), "v": (16, 8), "w": (8, 24)}
@@ -202,7 +203,7 @@ def test_ef21_with_a_top_k():
         np.testing.assert_allclose(updates[0], own.mean(0), atol=1e-4)
 
 
-@pytest.mark.parametrize("select", [TopK, SampledThreshold])
+@pytest.mark.parametrize("select", quick([TopK, SampledThreshold], TopK))
 def test_ef21_over_an_all_reduce_that_does_not_deliver_all(select):
     """g stays the mean of all h, and comes near the mean gradient where that does not change.
 
@@ -310,7 +311,7 @@ def one_shard(stacked: dict[str, np.ndarray], place: int) -> dict[str, np.ndarra
     return {"a": stacked["a"][:, 4 * place : 4 * place + 4], "b": stacked["b"][:, :, 2 * place : 2 * place + 2]}
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", quick([False, True], True))
 def test_each_shard_is_synchronised_for_itself(check_vma: bool):
     """As a run over the replicas alone would do it with each shard; what is not cut is averaged densely."""
     state, step = manual(over_shards(), check_vma)
@@ -334,7 +335,7 @@ def test_each_shard_is_synchronised_for_itself(check_vma: bool):
         np.testing.assert_array_equal(residuals[:, place], expected[place].buckets[0].residual)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", quick([False, True], True))
 def test_a_non_finite_gradient_in_one_shard_is_seen_by_all(check_vma: bool):
     state, step = manual(over_shards(), check_vma)
     _, state = step(stacked_gradients(0), state)
