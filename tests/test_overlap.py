@@ -155,6 +155,7 @@ def test_sparse_buckets_overlap_with_each_other_and_with_the_backward_pass():
 
 
 @needs_plugin
+@pytest.mark.full
 def test_oktopk_buckets_overlap_with_each_other_except_in_branches():
     text = compiled("oktopk")
     program = main(text)

@@ -182,6 +182,7 @@ def test_a_mesh_of_explicit_axes():
     np.testing.assert_allclose(state.params["w"], params()["w"] - 0.1 * grads["w"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_weakly_typed_parameters_compile_once():
     step = jsparse.train_step(loss_fn, chain(), transports.mesh(SIZE), AXIS)
     state = step.init({"w": jnp.full((5, 7), 0.1), "v": jnp.full(7, 1.0)})
@@ -190,6 +191,7 @@ def test_weakly_typed_parameters_compile_once():
     assert step._run._cache_size() == 1
 
 
+@pytest.mark.full
 def test_keys_kept_per_worker_differ():
     def noisy(params, batch, *, model_state):
         key, now = jax.random.split(model_state["key"])
