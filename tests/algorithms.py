@@ -12,6 +12,25 @@ import oracles
 DENSITY = 0.05
 
 
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the tables in the README and in the catalogue say of a preset.
+
+    Attributes:
+      paper: whose it is.
+      bytes: what a worker sends in a step.
+      memory: floats that a worker carries from step to step.
+      when: when to choose it.
+      aliases: other presets of the same algorithm.
+    """
+
+    paper: str
+    bytes: str
+    memory: str
+    when: str
+    aliases: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """One algorithm, in one setting.
@@ -30,6 +49,7 @@ class Row:
       scale: what integers are multiplied by, so that momentum of a half leaves integers.
       dense_steps: the first steps, in which it sums densely.
       alike: whether all workers get the same update, so that nothing may be lost; otherwise each has its own.
+      card: what the tables say of the preset of this name; None for its variants.
     """
 
     name: str
@@ -44,6 +64,7 @@ class Row:
     scale: int = 1
     dense_steps: int = 0
     alike: bool = True
+    card: Card | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -152,7 +173,13 @@ BF16, BLOCKS, LEVELS = quantize.BFloat16(), quantize.Block8(64), quantize.QSGD(7
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
 ROWS = [
-    Row("dense", lambda comm, density: jsparse.dense(comm), oracles.dense, sparse=False),
+    Row(
+        "dense",
+        lambda comm, density: jsparse.dense(comm),
+        oracles.dense,
+        sparse=False,
+        card=Card("one message, or overlapped buckets", "`8n(P-1)/P`", "", "fast networks"),
+    ),
     Row("dense-bucketed", lambda comm, density: jsparse.dense(comm, bucket_bytes=1000), oracles.dense, (3, 8), False),
     Row(
         "parameter_server",
@@ -160,6 +187,7 @@ ROWS = [
         oracles.parameter_server,
         sparse=False,
         bound=lambda n, k, size: 2 * n * (size - 1),
+        card=Card("dense through one worker, at once or some steps late", "`8n(P-1)`", "", "to compare"),
     ),
     Row(
         "a2sgd",
@@ -170,6 +198,9 @@ ROWS = [
         bound=lambda n, k, size: 4,
         exact=False,
         alike=False,
+        card=Card(
+            "A2SGD (Bhattacharya et al., CLUSTER 2021): two means; replicas differ", "`16(P-1)/P`", "", "to compare"
+        ),
     ),
     Row(
         "a2sgd-leaf",
@@ -181,12 +212,20 @@ ROWS = [
         exact=False,
         alike=False,
     ),
-    Row("torus", lambda axes, density: jsparse.torus(*axes), oracles.torus, sparse=False, gpus=GPUS),
+    Row(
+        "torus",
+        lambda axes, density: jsparse.torus(*axes),
+        oracles.torus,
+        sparse=False,
+        gpus=GPUS,
+        card=Card("2D torus (Mikami et al., 2018)", "`8n(m-1)/P` between nodes", "", "fast networks inside nodes"),
+    ),
     Row(
         "topk_allgather",
         lambda comm, density: jsparse.topk_allgather(comm, density=density),
         oracles.topk_allgather,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        card=Card("TopkA: all-gather", "`8k(P-1)`", "n", "two or three workers"),
     ),
     Row(
         "topk_allgather-leaf",
@@ -198,8 +237,21 @@ ROWS = [
         lambda comm, density: jsparse.gaussiank(comm, density=density),
         oracles.gaussiank,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        card=Card("Gaussian-k (Shi et al., 2019)", "`8k(P-1)`", "n", "to compare"),
     ),
-    Row("hitopk", hitopk(), oracles.hitopk_ms, bound=hitopk_bound, gpus=GPUS),
+    Row(
+        "hitopk",
+        hitopk(),
+        oracles.hitopk_ms,
+        bound=hitopk_bound,
+        gpus=GPUS,
+        card=Card(
+            "HiTopKComm with MSTopK (Shi et al., MLSys 2021)",
+            "`8k(m-1)/g` between nodes",
+            "n/g",
+            "nodes of several GPUs",
+        ),
+    ),
     Row("hitopk-wide", hitopk(), oracles.hitopk_ms, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
@@ -209,7 +261,15 @@ ROWS = [
         gpus=GPUS,
     ),
     Row("hitopk-leaf", hitopk(scope="leaf", dense_below=10), sizes=(4,), gpus=GPUS),
-    Row("oktopk", oktopk(), oracles.oktopk, bound=oktopk_bound),
+    Row(
+        "oktopk",
+        oktopk(),
+        oracles.oktopk,
+        bound=oktopk_bound,
+        card=Card(
+            "Ok-Topk (Li and Hoefler, PPoPP 2022)", "at most `24k(P-1)/P + 64P + 2048`", "n", "bandwidth decides"
+        ),
+    ),
     Row(
         "oktopk-often",
         oktopk(tau_threshold=2, tau_region=3),
@@ -249,6 +309,7 @@ ROWS = [
         lambda comm, density: jsparse.gtopk(comm, density=density),
         oracles.gtopk,
         bound=lambda n, k, size: 2 * k * (size.bit_length() + 1) + -(-k // 32) + 4,
+        card=Card("gTop-k (Shi et al., ICDCS 2019)", "`8k log P`", "n", "latency decides"),
     ),
     Row(
         "gtopk-tree",
@@ -270,17 +331,31 @@ ROWS = [
         "ssar_recursive_doubling",
         lambda comm, density: jsparse.ssar_recursive_doubling(comm, density=density),
         oracles.topk_allgather,
+        card=Card(
+            "SparCML (Renggli, thesis, 2017)",
+            "`8k log P` to `8k(P-1)`",
+            "n",
+            "workers select the same indices, few elements",
+        ),
     ),
     Row(
         "ssar_split_allgather",
         lambda comm, density: jsparse.ssar_split_allgather(comm, density=density),
         oracles.topk_allgather,
+        card=Card(
+            "SparCML; TopkDSA in Ok-Topk's paper",
+            "from `16k(P-1)/P`, by the data",
+            "n",
+            "workers select the same indices",
+            aliases=("topk_dsa",),
+        ),
     ),
     Row("topk_dsa", lambda comm, density: jsparse.topk_dsa(comm, density=density), oracles.topk_allgather, (4,)),
     Row(
         "dsar_split_allgather",
         lambda comm, density: jsparse.dsar_split_allgather(comm, density=density),
         oracles.topk_allgather,
+        card=Card("SparCML", "from `(8k + 4n)(P-1)/P`", "n", "the sum fills in"),
     ),
     Row(
         "dsar_split_allgather-group",
@@ -288,7 +363,18 @@ ROWS = [
         oracles.topk_allgather,
         (2, 8),
     ),
-    Row("quantized-bf16", lambda comm, density: jsparse.quantized(comm, quantize=BF16), sizes=(3,), sparse=False),
+    Row(
+        "quantized",
+        lambda comm, density: jsparse.quantized(comm, quantize=BF16),
+        sizes=(3,),
+        sparse=False,
+        card=Card(
+            "TernGrad, signs, 8 bits, bfloat16, float16: b bits a value",
+            "`b/4 n (P-1)/P`",
+            "n, or none",
+            "bytes should halve, nothing else change",
+        ),
+    ),
     Row(
         "quantized-ring",
         lambda comm, density: jsparse.quantized(comm, quantize=BF16, split="ring"),
@@ -322,6 +408,7 @@ ROWS = [
         sizes=(8,),
         sparse=False,
         exact=False,
+        card=Card("QSGD (Alistarh et al., NIPS 2017), 3.2 bits a value", "`0.41 n (P-1)`", "", "to compare"),
     ),
     Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
     Row("topk_allgather-float16", wired(jsparse.topk_allgather, quantize.Float16()), sizes=(3,), exact=False),
@@ -354,6 +441,7 @@ ROWS = [
         sizes=(3, 8),
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
         scale=32,
+        card=Card("Deep Gradient Compression (Lin et al., ICLR 2018)", "`8k(P-1)`", "2n", "density 0.1 % and below"),
     ),
     Row(
         "phases",
