@@ -141,7 +141,7 @@ class LowRank:
         p_sums, rest_sums = sums[: len(p)], sums[len(p) :]
         # What is read below depends on the first sum. Otherwise XLA would cut each matrix out of the vector once,
         # and keep the copies of all of them while it waits for the sum.
-        again, p_sums = lax.optimization_barrier((acc, p_sums))
+        again, _ = lax.optimization_barrier((acc, p_sums))
         bases = _orthonormal_bases(p_sums)
         q = [
             factor(_multiply(a.reshape(shape), basis, (0, 0)))
