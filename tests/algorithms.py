@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jsparse
 import oracles
@@ -26,6 +26,9 @@ class Row:
       gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
       scale: what integers are multiplied by, so that momentum of a half leaves integers.
       dense_steps: the first steps, in which it sums densely.
+      mixes: whether an element of the sum depends on others, as in a product of matrices. Then rounding is small
+        beside the largest elements, and not beside each. What is rounded also differs between transports, which add
+        up products in different orders.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Row:
     exact: bool = True
     scale: int = 1
     dense_steps: int = 0
+    mixes: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +63,16 @@ def hitopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
 
 def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda axes, density: jsparse.hitopk(*axes, density=density, select=make(density))
+
+
+def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jsparse.SparseAllReduce]:
+    """At density 1, of a rank at which factors are no shorter than matrices, so that everything goes densely."""
+    return lambda comm, density: jsparse.powersgd(comm, rank=2 if density < 1 else 20, subtract=subtract)
+
+
+def powersgd_bound(n: int, k: int, size: int) -> float:
+    """Factors of two columns of the one matrix, 20 by 30, and all other leaves; and the opening exchange."""
+    return 2 * (n - 600 + 2 * (20 + 30) + 2) * (size - 1) / size + 3
 
 
 def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
@@ -288,6 +302,24 @@ ROWS = [
         sizes=(4,),
         gpus=GPUS,
         dense_steps=2,
+    ),
+    Row(
+        "powersgd",
+        powersgd(),
+        sizes=(1, 2, 3, 7, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
+    ),
+    Row(
+        "powersgd-mean",
+        powersgd("mean"),
+        sizes=(3, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
     ),
     Row(
         "general",

@@ -1,6 +1,7 @@
 """PowerSGD: low-rank sums of the gradient's matrices."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from .._engine.transform import SparseAllReduce
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.random import key_of
+
+# Up to this rank a product of factors is written out as a sum of outer products.
+UNROLLED = 8
 
 
 class Matrix(NamedTuple):
@@ -127,9 +131,7 @@ class LowRank:
         def vector(q: Sequence[jax.Array], rest: Sequence[jax.Array]) -> jax.Array:
             """The vector whose matrices have these right factors."""
             low, others = iter(zip(bases, q, strict=True)), iter(rest)
-            return jnp.concatenate(
-                [_multiply(*next(low), (1, 1)).reshape(-1) if matrix else next(others) for matrix in matrices]
-            )
+            return jnp.concatenate([_outer(*next(low)).reshape(-1) if matrix else next(others) for matrix in matrices])
 
         shapes = [(matrix.rows, matrix.columns) for matrix in matrices if matrix]
         p = [
@@ -139,8 +141,8 @@ class LowRank:
         rest = [jnp.where(keep, x, 0) for x in cut(acc, False)]
         sums = _sum_together(comm, [*p, *rest])
         p_sums, rest_sums = sums[: len(p)], sums[len(p) :]
-        # What is read below depends on the first sum. Otherwise XLA would cut each matrix out of the vector once,
-        # and keep the copies of all of them while it waits for the sum.
+        # The matrices are cut out of the vector again, once the first sum is there. Otherwise XLA would keep
+        # copies of all of them while it waits for the sum.
         again, _ = lax.optimization_barrier((acc, p_sums))
         bases = _orthonormal_bases(p_sums)
         q = [
@@ -223,6 +225,18 @@ def _multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """The product of two matrices, summed over these axes, in full precision."""
     over = tuple((axis,) for axis in axes)
     return lax.dot_general(a, b, (over, ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _outer(basis: jax.Array, q: jax.Array) -> jax.Array:
+    """``basis q^T``, a whole matrix.
+
+    A sum of few outer products is elementwise, so on a GPU XLA forms it where it is read. A product of
+    matrices is stored first.
+    """
+    if q.shape[1] > UNROLLED:
+        return _multiply(basis, q, (1, 1))
+    columns = [basis[:, k : k + 1] * q[:, k : k + 1].T for k in range(q.shape[1])]
+    return functools.reduce(jnp.add, columns)
 
 
 def _sum_together(comm: Comm, arrays: Sequence[jax.Array]) -> list[jax.Array]:
