@@ -191,9 +191,9 @@ def powersgd(
         compresses every matrix.
       subtract: what a worker takes off its residual: its own part of the update, ``P (A_i^T P)^T``
         (``"local"``, as in the authors' package powersgd), or the update itself (``"mean"``, as in
-        PyTorch's hook). Both have the same sum over the workers. With ``"local"`` a residual stays as
-        small as what was projected away. With ``"mean"`` the workers' differences pile up in it,
-        without end if their data differ, but a step takes one product less.
+        PyTorch's hook). Both have the same sum over the workers, so both lose nothing. With ``"mean"``
+        a step takes one product less, but all that differs between the workers' gradients piles up in
+        their residuals; with ``"local"`` only what the columns of ``P`` do not span.
       seed: of the normal numbers with which ``Q`` begins, the same on all workers.
 
     Returns:
