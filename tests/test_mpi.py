@@ -122,13 +122,14 @@ def test_mpi_gives_the_bits_of_an_axis(row: Row, size: int, processes):
     assert not any(isinstance(steps, str) for steps in found), found[0]
     # Of two nested vmaps XLA makes one sum of both levels', in another order.
     state, update = transports.workers(row, size, "vmap" if row.gpus is None else "shard_map")
-    for number, gradient in enumerate(scenarios.mixed(size, row.scale)):
+    gradients = scenarios.mixed(size, row.scale)
+    rounding = 1e-5 * np.nanmax(np.abs(gradients)) if row.mixes else 0
+    for number, gradient in enumerate(gradients):
         updates, state = update(transports.tree(gradient), state)
         here = (np.stack(of_ranks) for of_ranks in zip(*(steps[number] for steps in found), strict=True))
         for (path, there), leaf in zip(jax.tree_util.tree_leaves_with_path((updates, state)), here, strict=True):
             name = jax.tree_util.keystr(path)
             close = 1e-6 if name.endswith("threshold") or row.mixes else 0
-            rounding = 1e-6 * size * np.nanmax(np.abs(gradient)) if row.mixes else 0
             np.testing.assert_allclose(leaf, there, close, rounding, err_msg=name)
 
 

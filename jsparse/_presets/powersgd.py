@@ -154,7 +154,7 @@ class LowRank:
         none, zero = jnp.int32(0), jnp.zeros((), acc.dtype)
         counts = Counts(none, none, count(delivered), zero, zero)
         after = LowRankState(
-            tuple(_next_factor(*pair, max(shape)) for *pair, shape in zip(state.q, q_sums, shapes, strict=True))
+            tuple(_next_factor(old, new, max(shape)) for old, new, shape in zip(state.q, q_sums, shapes, strict=True))
         )
         return Reduced(again, delivered, delivered, total, counts, after)
 
@@ -179,10 +179,9 @@ def powersgd(
     ``(9 in, out)``, and PyTorch's ``(out, in, 3, 3)`` becomes ``(out, 9 in)``. Vectors and matrices that
     are too small travel densely with the first all-reduce.
 
-    Factors are computed in float32 (float64, where a leaf is), with products in full precision. Where a
-    gradient is zero or of lower rank, columns without direction deliver nothing, and the next step
-    begins with those of this one. All workers must be devices of one kind, so that they orthonormalise
-    equal numbers to equal bits.
+    Factors are computed in float32 (float64, where a leaf is), with products in full precision. A
+    column of ``Q`` that becomes zero, as where a gradient is zero or of lower rank, stays as it was.
+    All workers must be devices of one kind, so that they orthonormalise equal numbers to equal bits.
 
     Args:
       comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
@@ -223,7 +222,7 @@ def powersgd(
 
 def _multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """The product of two matrices, summed over these axes, in full precision."""
-    over = tuple((axis,) for axis in axes)
+    over = (axes[:1], axes[1:])
     return lax.dot_general(a, b, (over, ((), ())), precision=lax.Precision.HIGHEST)
 
 
