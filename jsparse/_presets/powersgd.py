@@ -171,8 +171,9 @@ def powersgd(
 
     Let ``A_i`` be worker i's gradient of a matrix plus its residual, and ``Q`` the right factor of the
     step before. All workers compute ``P = orthonormalise(sum_i A_i Q)`` and ``Q = mean_i A_i^T P``. The
-    update is ``P Q^T``: the mean of the ``A_i``, projected onto the columns of ``P``. It takes exactly two
-    all-reduces for all matrices together. What was projected away stays in the residual.
+    update is ``P Q^T``: the mean of the ``A_i``, projected onto the columns of ``P``. What was projected
+    away stays in the residual. A step takes two all-reduces, for all matrices together, and the
+    exchange of two words that opens each step with a residual.
 
     A leaf of two or more axes is a matrix. Its axes are cut in two where rows and columns add up to
     least: a kernel ``(in, out)`` stays as it is, a convolution's ``(3, 3, in, out)`` becomes
@@ -201,9 +202,9 @@ def powersgd(
     Raises:
       ValueError: an argument is out of range. From ``init``: no leaf has two or more axes.
 
-    **Cost**: ``2 (P-1)/P (r sum(m + n) + d)`` words and ``4 log P`` messages a worker, for compressed
-    matrices of m rows and n columns each, and d elements in all other leaves. The residual takes
-    ``n`` floats a worker, the factors ``r sum(columns)``.
+    **Cost**: ``2 (P-1)/P (r s + d)`` words and ``4 log P`` messages a worker, where s is the sum of all
+    compressed matrices' rows and columns, and d the elements of all other leaves. A worker keeps the
+    residual, as long as the gradient, and r floats for each column of a compressed matrix.
 
     References:
       Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
