@@ -26,9 +26,9 @@ class Row:
       gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
       scale: what integers are multiplied by, so that momentum of a half leaves integers.
       dense_steps: the first steps, in which it sums densely.
-      mixes: whether an element of the sum depends on others, as in a product of matrices. Then rounding is small
-        beside the largest elements, and not beside each. What is rounded also differs between transports, which add
-        up products in different orders.
+      mixes: whether an element of the sum depends on others, as in a product of matrices. Then
+        rounding is small beside the largest elements, and not beside each. What is rounded also
+        differs between transports, which add up products in different orders.
     """
 
     name: str
@@ -66,7 +66,7 @@ def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
 
 
 def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jsparse.SparseAllReduce]:
-    """At density 1, of a rank at which factors are no shorter than matrices, so that everything goes densely."""
+    """Of rank 2; at density 1 of a rank at which factors are longer than matrices, so all goes densely."""
     return lambda comm, density: jsparse.powersgd(comm, rank=2 if density < 1 else 20, subtract=subtract)
 
 

@@ -105,7 +105,7 @@ def test_what_it_sends():
 
 @pytest.mark.parametrize("rank", [24, 100])
 def test_at_full_rank_it_is_the_dense_mean(rank: int):
-    """What residuals then hold has a mean of zero: differences between workers that the mean's columns do not span."""
+    """The residuals' mean is zero. They hold what differs between workers outside the mean's columns."""
     state, update = start(preset(rank=rank, min_rate=0), 3)
     for given in gradients(3, 4):
         updates, state = update(given, state)

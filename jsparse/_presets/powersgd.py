@@ -124,7 +124,7 @@ class LowRank:
             return [vector[begin:end] for matrix, (begin, end) in pairs if bool(matrix) is compressed]
 
         def factor(x: jax.Array) -> jax.Array:
-            """A factor as it is sent: finite in every sum, and zero where the step does not count."""
+            """A factor as it is sent: finite when summed, and zero in a step that does not count."""
             x = jnp.where(jnp.isnan(x), 0, jnp.clip(x, -limit, limit))
             return jnp.where(keep, x, 0)
 
@@ -141,8 +141,8 @@ class LowRank:
         rest = [jnp.where(keep, x, 0) for x in cut(acc, False)]
         sums = _sum_together(comm, [*p, *rest])
         p_sums, rest_sums = sums[: len(p)], sums[len(p) :]
-        # The matrices are cut out of the vector again, once the first sum is there. Otherwise XLA would keep
-        # copies of all of them while it waits for the sum.
+        # The matrices are cut out of the vector again, once the first sum is there. Otherwise XLA
+        # would keep copies of all of them while it waits for the sum.
         again, _ = lax.optimization_barrier((acc, p_sums))
         bases = _orthonormal_bases(p_sums)
         q = [
@@ -249,7 +249,7 @@ def _sum_together(comm: Comm, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _orthonormal_bases(matrices: Sequence[jax.Array]) -> list[jax.Array]:
-    """An orthonormal basis of each matrix's columns. Matrices of one shape are computed together."""
+    """An orthonormal basis of each matrix's columns, computed together for those of one shape."""
     bases: dict[int, jax.Array] = {}
     for shape in dict.fromkeys(x.shape for x in matrices):
         ids = [i for i, x in enumerate(matrices) if x.shape == shape]
