@@ -55,7 +55,7 @@ def flat(leaves, size: int) -> np.ndarray:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 def test_it_is_the_published_algorithm(subtract: str, size: int):
-    """Twenty steps of each matrix; vectors and small matrices are averaged; the mean residual is exact."""
+    """Twenty steps; vectors and small matrices are averaged; the mean residual is exact."""
     steps = gradients(size, 20)
     state, update = start(preset(subtract=subtract), size)
     q = dict(zip(MATRICES, (np.asarray(q)[0] for q in state.buckets[0].reducer.q), strict=True))
@@ -105,7 +105,7 @@ def test_what_it_sends():
 
 @pytest.mark.parametrize("rank", [24, 100])
 def test_at_full_rank_it_is_the_dense_mean(rank: int):
-    """The residuals' mean is zero. They hold what differs between workers outside the mean's columns."""
+    """The residuals have a mean of zero: workers differ outside the mean's columns."""
     state, update = start(preset(rank=rank, min_rate=0), 3)
     for given in gradients(3, 4):
         updates, state = update(given, state)
@@ -123,7 +123,7 @@ def rank_one(size: int) -> dict[str, np.ndarray]:
 
 
 def test_zeros_and_low_ranks_stay_finite_and_forget_no_direction():
-    """After steps of zeros, where factors would be zero for ever, and of rank one, all is sent as before."""
+    """After steps of zeros and of rank one, all of the rank is sent as before."""
     size = 3
     zeros = {name: np.zeros((size, *shape), np.float32) for name, shape in SHAPES.items()}
     state, update = start(preset(), size)
@@ -156,7 +156,7 @@ def test_magnitudes_neither_overflow_nor_vanish(scale: float):
 
 
 def test_bases_are_orthonormal():
-    """Of ordinary columns, of nearly dependent ones, and of zeros: equal to the bit in any batch."""
+    """Of ordinary columns, of nearly dependent ones, and of zeros."""
     rng = np.random.default_rng(0)
     ordinary = rng.standard_normal((50, 6))
     near = ordinary[:, :1] + 1e-6 * rng.standard_normal((50, 6))
@@ -332,7 +332,7 @@ def test_it_trains():
 
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 def test_memory(subtract: str):
-    """A step keeps one vector beside the residual, which is updated in place, and no copies of the matrices."""
+    """A step makes one vector, and updates the residual in place."""
     shapes = [(512, 512)] * 4 + [(256, 1024)] * 2 + [(512,)]
     n = sum(int(np.prod(shape)) for shape in shapes)
     mesh, along, tx = transports.mesh(2), PartitionSpec(AXIS), jsparse.powersgd(AXIS, subtract=subtract)

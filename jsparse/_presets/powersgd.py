@@ -124,7 +124,7 @@ class LowRank:
             return [vector[begin:end] for matrix, (begin, end) in pairs if bool(matrix) is compressed]
 
         def factor(x: jax.Array) -> jax.Array:
-            """A factor as it is sent: finite when summed, and zero in a step that does not count."""
+            """A factor to be sent: finite when summed, and zero in a step that does not count."""
             x = jnp.where(jnp.isnan(x), 0, jnp.clip(x, -limit, limit))
             return jnp.where(keep, x, 0)
 
