@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -49,6 +49,9 @@ class Row:
       scale: what integers are multiplied by, so that momentum of a half leaves integers.
       dense_steps: the first steps, in which it sums densely.
       alike: whether all workers get the same update, so that nothing may be lost; otherwise each has its own.
+      mixes: whether an element of the sum depends on others, as in a product of matrices. Then
+        rounding is small beside the largest elements, and not beside each. What is rounded also
+        differs between transports, which add up products in different orders.
       card: what the tables say of the preset of this name; None for its variants.
     """
 
@@ -64,6 +67,7 @@ class Row:
     scale: int = 1
     dense_steps: int = 0
     alike: bool = True
+    mixes: bool = False
     card: Card | None = None
 
     def __str__(self) -> str:
@@ -135,6 +139,16 @@ def hitopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
 
 def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda axes, density: jsparse.hitopk(*axes, density=density, select=make(density))
+
+
+def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jsparse.SparseAllReduce]:
+    """Of rank 2; at density 1 of a rank at which factors are longer than matrices, so all goes densely."""
+    return lambda comm, density: jsparse.powersgd(comm, rank=2 if density < 1 else 20, subtract=subtract)
+
+
+def powersgd_bound(n: int, k: int, size: int) -> float:
+    """Factors of two columns of the one matrix, 20 by 30, and all other leaves; and the opening exchange."""
+    return 2 * (n - 600 + 2 * (20 + 30) + 2) * (size - 1) / size + 3
 
 
 def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
@@ -459,6 +473,30 @@ ROWS = [
         sizes=(4,),
         gpus=GPUS,
         dense_steps=2,
+    ),
+    Row(
+        "powersgd",
+        powersgd(),
+        sizes=(1, 2, 3, 7, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
+        card=Card(
+            "PowerSGD (Vogels et al., NeurIPS 2019): matrices by factors of rank r",
+            "`8(P-1)/P (r s + d)`",
+            "n, and the factors",
+            "layers are large matrices",
+        ),
+    ),
+    Row(
+        "powersgd-mean",
+        powersgd("mean"),
+        sizes=(3, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
     ),
     Row(
         "general",

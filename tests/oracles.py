@@ -286,6 +286,31 @@ def dgc(
     return steps
 
 
+class Projected(NamedTuple):
+    """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the step."""
+
+    update: np.ndarray
+    residual: np.ndarray
+
+
+def powersgd(gradients: Sequence[np.ndarray], q: np.ndarray, subtract: str) -> list[Projected]:
+    """PowerSGD, Algorithms 1 and 2, of one matrix; the whole run, each of shape ``(P, m, n)``.
+
+    ``q`` is the right factor that it begins with. All that leaves this function depends on the space that the columns
+    of P span, and not on how they were made orthonormal.
+    """
+    residual, steps = np.zeros(gradients[0].shape), []
+    q = q.astype(np.float64)
+    for gradient in gradients:
+        acc = gradient.astype(np.float64) + residual
+        basis, _ = np.linalg.qr(np.mean(acc @ q, axis=0))
+        q = np.mean(acc.transpose(0, 2, 1) @ basis, axis=0)
+        update = basis @ q.T
+        residual = acc - (update if subtract == "mean" else basis @ (basis.T @ acc))
+        steps.append(Projected(update, residual))
+    return steps
+
+
 def oktopk(
     accs: np.ndarray,
     *,

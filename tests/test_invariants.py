@@ -135,9 +135,10 @@ def assert_replicas_agree(step: Step) -> None:
     np.testing.assert_array_equal(step.updates, np.broadcast_to(step.updates[:1], step.updates.shape))
 
 
-def handled(step: Step) -> np.ndarray:
+def handled(row: Row, step: Step) -> np.ndarray:
     """The magnitudes that were added up and taken off: what is rounded may be larger than it was."""
-    return np.abs(step.given).sum(0) + np.abs(step.residual).sum(0)
+    magnitudes = np.abs(step.given).sum(0) + np.abs(step.residual).sum(0)
+    return np.full_like(magnitudes, magnitudes.max()) if row.mixes else magnitudes
 
 
 def assert_own_updates(row: Row, step: Step) -> None:
@@ -165,7 +166,7 @@ def assert_nothing_lost(row: Row, step: Step) -> None:
     if row.exact:
         np.testing.assert_array_equal(lost, 0)
     else:
-        assert (np.abs(lost) <= 1e-6 * handled(step)).all()
+        assert (np.abs(lost) <= 1e-6 * handled(row, step)).all()
 
     want = expected(row, step)
     if want is not None:
@@ -206,7 +207,7 @@ def test_nothing_is_lost_to_rounding(row: Row, size: int):
             continue
         assert_replicas_agree(step)
         lost = step.acc.sum(0, dtype=np.float64) - step.residual.sum(0, dtype=np.float64) - size * step.updates[0]
-        assert (np.abs(lost) <= 1e-6 * (np.abs(step.given).sum(0) if row.exact else handled(step))).all()
+        assert (np.abs(lost) <= 1e-6 * (np.abs(step.given).sum(0) if row.exact else handled(row, step))).all()
 
 
 @pytest.mark.parametrize(
@@ -313,16 +314,18 @@ def test_transports_give_the_same_bits(row: Row, size: int, transport: str):
     """To rounding where replicas differ: what XLA makes of a gradient less a mean depends on the program around it."""
     gradients = scenarios.take("ordinary", size, STEPS)
     for ours, theirs in zip(run(row, size, gradients), run(row, size, gradients, transport), strict=True):
+        # To rounding where replicas differ, or elements are mixed.
         rounding = 0 if row.alike else 3e-7 * np.abs(ours.given).max()
+        rounding = 1e-6 * handled(row, ours).max() if row.mixes else rounding
         np.testing.assert_allclose(theirs.updates, ours.updates, rtol=0, atol=rounding)
-        np.testing.assert_array_equal(ours.residual, theirs.residual)
+        np.testing.assert_allclose(theirs.residual, ours.residual, rtol=0, atol=rounding)
         if transport == "shard_map":
             # To type a result as alike on all workers may take one more exchange.
             assert (theirs.after.report.words >= ours.after.report.words).all()
             ours, theirs = without_traffic(ours.after), without_traffic(theirs.after)
         else:
             ours, theirs = ours.after, theirs.after
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=rounding), ours, theirs)
 
 
 def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllReduceState:
@@ -334,7 +337,7 @@ def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllRed
     [
         case(row, size, slow=size == 8)
         for row in ROWS
-        if row.alike and len(row.sizes) > 2
+        if row.alike and not row.mixes and len(row.sizes) > 2
         for size in some(row, 1, 3, 8)
     ],
 )
