@@ -337,7 +337,7 @@ def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllRed
     [
         case(row, size, slow=size == 8)
         for row in ROWS
-        if row.alike and not row.mixes and len(row.sizes) > 2
+        if row.alike and len(row.sizes) > 2
         for size in some(row, 1, 3, 8)
     ],
 )
