@@ -205,7 +205,9 @@ def _nodes(now: Any, old: Any) -> int:
         if jax.tree.leaves(here.buckets):
             found.add(int(there.sizes[0]))
     if len(found) > 1:
-        raise ValueError(f"parts of the state belong to different numbers of nodes, {sorted(found)}; move each by itself")
+        raise ValueError(
+            f"parts of the state belong to different numbers of nodes, {sorted(found)}; move each by itself"
+        )
     return next(iter(found), _workers(now, old))
 
 

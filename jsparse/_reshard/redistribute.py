@@ -71,11 +71,10 @@ def nearest(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def interpolate(starts: np.ndarray, n: int, size: int) -> np.ndarray:
-    """Where ``size`` regions of ``n`` indices begin that hold equal parts of what the old regions
-    hold.
+    """Where ``size`` regions of ``n`` indices begin that hold equal parts of the contents.
 
     Args:
-      starts: where the old regions begin.
+      starts: where the old regions begin. Each holds an equal part, evenly over its indices.
       n: the number of indices.
       size: the number of new regions.
     """

@@ -36,7 +36,7 @@ def reshard(
       it covers. If P doubles, each old worker is copied to two. If P halves, two are averaged. If
       P stays, nothing changes. So magnitudes still fit the thresholds, no worker has more to
       deliver than others, and second moments stay positive. (To put the sum of all residuals on
-      one worker would be as exact, but that worker would deliver a P-th as much in a step.) Over
+      one worker would be as exact, but would deliver a P-th as much in a step.) Over
       two levels, the residuals of a node are joined from its shards, moved to the new nodes in the
       same way, and cut into shards again.
     - *The agreed step*, and everything else that is no float: each new worker gets those of the
@@ -72,7 +72,7 @@ def reshard(
     Example::
 
       state = checkpointer.restore(path)  # saved by 8 workers
-      opt_state = jsparse.reshard(tx, state["opt_state"], params, mesh, "data")  # for those of the mesh
+      opt_state = jsparse.reshard(tx, state["opt_state"], params, mesh, "data")  # for the mesh's
 
     **Cost**: nothing is sent, except for arrays that are spread over several processes: each
     process gathers these.
