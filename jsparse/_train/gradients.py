@@ -58,7 +58,7 @@ class Loss:
     with_key: bool
 
     def __call__(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple[Any, tuple[Any, Any]]:
-        """Returns ``(loss, (model_state, aux))``, with None for what the function does not return."""
+        """Returns ``(loss, (model_state, aux))``. What the function does not return is None."""
         kwargs = {"model_state": model_state} if self.has_model_state else {}
         if self.with_key:
             kwargs["key"] = key

@@ -48,9 +48,7 @@ class ShardedState:
     axis: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def specs(self, axis: Any) -> Any:
-        """The state with a PartitionSpec in place of every leaf: along its own axes, if it has
-        any.
-        """
+        """The state with a PartitionSpec for every leaf: along its own axes if it has any."""
         return jax.tree.map(lambda _: PartitionSpec(self.axis or axis), self)
 
     def moved(self, old: "ShardedState", once: "ShardedState", move: Any) -> "ShardedState":

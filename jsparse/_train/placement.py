@@ -17,8 +17,7 @@ AxisName = str | tuple[str, ...]
 
 
 def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
-    """A PartitionSpec for every leaf of a chain's state, also for other libraries'
-    transformations.
+    """A PartitionSpec for every leaf of a chain's state, jsparse's own and others'.
 
     Args:
       opt_state: the state, or its shapes.
@@ -50,7 +49,7 @@ def check_update(
     axis: AxisName,
     per_worker: bool,
 ) -> None:
-    """Traces an update, and refuses it if types say that results which must be alike may differ."""
+    """Traces an update, and refuses it if types say that replicated results may differ."""
     comm = AxisComm(axis)
     grads = comm.varying(jax.tree.map(jnp.zeros_like, params))
     params = comm.varying(params) if per_worker else params
