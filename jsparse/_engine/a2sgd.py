@@ -55,7 +55,8 @@ class TwoMeans:
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         raise ValueError(
-            "a2sgd's updates differ between workers, so there is no one sparse update for all: use tx.update"
+            "a2sgd's updates differ between workers and are as long as the gradient, so sync can't return them: "
+            "use tx.update"
         )
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:

@@ -161,8 +161,8 @@ def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
             steps, tx = stage
         if not isinstance(tx, SparseAllReduce):
             raise ValueError(
-                f"phase {number} is {type(tx).__name__}, and no preset; {form}. Put the other members of a chain around "
-                "the phases: optax.chain(jsparse.phases(...), optax.sgd(0.1))"
+                f"phase {number} is {type(tx).__name__}, and no preset; {form}. Put the other members of a chain "
+                "around the phases: optax.chain(jsparse.phases(...), optax.sgd(0.1))"
             )
         if (steps is None) != last:
             raise ValueError(f"phase {number} has {'an' if last else 'no'} end; {form}")

@@ -48,7 +48,8 @@ class AboveThreshold(Selector):
         residual, keep, limit = pending.vector, pending.keep, pending.limit
         assert residual is not None
         grad, n = pending.parts[0].reshape(-1), residual.shape[0]
-        # XLA computes only the elements that threshold_of reads; this vector is never formed as a whole.
+        # XLA computes only the elements that ``threshold_of`` reads; this vector is never formed
+        # as a whole.
         acc = jnp.clip(residual + jnp.where(keep, grad.astype(residual.dtype), 0), -limit, limit)
         threshold, k = _threshold_for(self.threshold_of(acc), self.density, n)
         values, indices, count, acc = accumulate_and_select(
