@@ -180,7 +180,7 @@ class AxisComm:
 
     @property
     def _axes(self) -> frozenset[str]:
-        """The axes of this Comm if their variance is tracked, which ``check_vma=True`` does, else
+        """The axes of this Comm whose variance is tracked: all under ``check_vma=True``, else
         none.
         """
         return varying_axes(lax.axis_index(self.axis))

@@ -87,7 +87,7 @@ class Metered:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """Makes a branch or loop count from zero, and lets its messages wait for no earlier ones."""
+        """Makes a branch or loop count from zero, and makes its messages wait for none before."""
         outside = self.words, self.messages, self._received, self._to_follow
         self.words = self.messages = jnp.uint32(0)
         self._received, self._to_follow = [], []

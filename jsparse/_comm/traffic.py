@@ -186,7 +186,7 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
 def _collective(
     primitive: str, params: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[str, tuple[str, ...], int] | None:
-    """A primitive's collective, the axes over which it runs, and the number of workers along them."""
+    """A primitive's collective, the axes over which it runs, and the number of their workers."""
     if primitive not in COLLECTIVES:
         return mpi_collective(primitive, params)
     axes, groups = _axes(params), params.get("axis_index_groups")

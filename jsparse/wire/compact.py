@@ -115,5 +115,5 @@ def _upper_words(capacity: int, n: int, low: int) -> int:
 
 
 def _fields(low: int) -> list[tuple[int, int]]:
-    """``(shift, width)`` of the parts that low bits are packed in: widths that fill whole words."""
+    """``(shift, width)`` of the parts of the low bits: widths that fill whole words."""
     return [(low & (width - 1), width) for width in (16, 8, 4, 2, 1) if low & width]
