@@ -180,9 +180,7 @@ class AxisComm:
 
     @property
     def _axes(self) -> frozenset[str]:
-        """The axes of this Comm whose variance is tracked: all under ``check_vma=True``, else
-        none.
-        """
+        """This Comm's axes if their variance is tracked, as ``check_vma=True`` does, else none."""
         return varying_axes(lax.axis_index(self.axis))
 
     @property
