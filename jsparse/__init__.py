@@ -1,4 +1,4 @@
-"""jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
+"""jsparse: sparse gradient all-reduces as optax transformations, for slow networks."""
 
 from . import allreduce, cost, quantize, select, wire
 from ._comm.comm import AxisComm, Comm

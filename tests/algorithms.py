@@ -1,4 +1,4 @@
-"""The table: every algorithm here gets every contract test."""
+"""The table of algorithms: every contract test runs for each of them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -33,22 +33,25 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """One algorithm, in one setting.
+    """One algorithm with its settings.
 
     Attributes:
-      name: what pytest calls it.
-      make: makes the transform for an axis (or Comm) and a density.
-      oracle: what a step should do; None where only the invariants say. Where replicas differ, it is called with the
-        gradients alone, and gives each worker's update.
-      sizes: the numbers of workers at which it is tested.
+      name: the name in pytest.
+      make: makes the transformation for an axis (or Comm) and a density.
+      oracle: computes what a step should do; None if only the invariants are tested.
+        Where replicas differ, it gets the gradients alone, and gives each worker's update.
+      sizes: the numbers of workers for which it is tested.
       sparse: whether it selects, so that it has a residual.
-      bound: words that a worker may send in a step: a function of n, k and P; None without such a bound.
+      bound: the most words that a worker may send in a step: a function of n, k and P; None
+        without such a bound.
       oracle_args: further arguments of the oracle.
-      exact: whether whole numbers stay whole, so that sums of them can be compared exactly.
-      gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
-      scale: what integers are multiplied by, so that momentum of a half leaves integers.
-      dense_steps: the first steps, in which it sums densely.
-      alike: whether all workers get the same update, so that nothing may be lost; otherwise each has its own.
+      exact: whether integers stay integers, so that their sums can be compared exactly.
+      gpus: over two levels, the workers in a node for each number of workers; ``make`` is then
+        given two axes.
+      scale: the factor of all integers, so that momentum of a half gives integers.
+      dense_steps: the number of first steps in which it sums densely.
+      alike: whether all workers get the same update, so that nothing may be lost; otherwise each
+        has its own.
       mixes: whether an element of the sum depends on others, as in a product of matrices. Then
         rounding is small beside the largest elements, and not beside each. What is rounded also
         differs between transports, which add up products in different orders.
@@ -129,7 +132,10 @@ def oktopk_bound(n: int, k: int, size: int) -> float:
 
 
 def hitopk_bound(n: int, k: int, size: int) -> float:
-    """Of two levels, however the workers are split: the shards' parts of k are rounded up."""
+    """The bound for two levels and any split of the workers.
+
+    The shards' parts of k are rounded up.
+    """
     return 2 * n + 2 * (k + size) * size + 8
 
 
@@ -164,7 +170,7 @@ def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
 
 
 def dense_first(dense: Any, *sparse: Any) -> jsparse.SparseAllReduce:
-    """Phases of two steps, the last without end."""
+    """Phases of two steps each; the last has no end."""
     *stages, last = dense, *sparse
     return jsparse.phases((*((2, stage) for stage in stages), last))
 
@@ -174,16 +180,17 @@ def oktopk_compact_bound(n: int, k: int, size: int) -> float:
 
 
 def wired(preset: Callable[..., jsparse.SparseAllReduce], values: Any, **kwargs: Any):
-    """A preset on the compact wire, with these values."""
+    """A preset on the compact wire with these values."""
     return lambda axis, density: preset(
         *(axis if isinstance(axis, tuple) else [axis]), density=density, wire=jsparse.wire.Compact(values), **kwargs
     )
 
 
 select, quantize = jsparse.select, jsparse.quantize
-# Values that stay whole numbers; others, which depend on what else is in the message; and on chance, too.
+# Values that keep integers; values that depend on others in the message; values that also depend
+# on chance.
 BF16, BLOCKS, LEVELS = quantize.BFloat16(), quantize.Block8(64), quantize.QSGD(7, 64, "max", contract=True)
-# Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
+# Nodes by workers: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
 ROWS = [
@@ -303,7 +310,7 @@ ROWS = [
         bound=oktopk_bound,
     ),
     Row("oktopk-mstopk", oktopk_selecting(select.MSTopK), sizes=(2, 7), bound=oktopk_bound),
-    # Fewer in expectation, so that all three together do not exceed 3 k.
+    # A lower expected number, so that the three workers together do not exceed 3 k.
     Row(
         "topk_allgather-stochastic",
         lambda comm, density: jsparse.topk_allgather(comm, select=select.StochasticTopK(0.8 * density)),
