@@ -1,4 +1,5 @@
-"""Writes the tables of the README and of the catalogue that are made from the rows of the test table.
+"""Writes the tables of the README and of the catalogue that are made from the rows of the test
+table.
 
 ``python docs/tables.py`` rewrites them; ``make tables`` does it in the environment of the tests.
 """

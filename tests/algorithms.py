@@ -82,7 +82,9 @@ class Row:
 
     @property
     def usual_size(self) -> int:
-        """The number of workers in the quick tests: 3, over two levels 2 x 2 workers, or the fewest above one."""
+        """The number of workers in the quick tests: 3, over two levels 2 x 2 workers, or the
+        fewest above one.
+        """
         preferred = 3 if self.gpus is None else 4
         return preferred if preferred in self.sizes else min((size for size in self.sizes if size > 1), default=1)
 
@@ -92,15 +94,19 @@ def some(row: Row, *sizes: int) -> list[int]:
     return sorted({row.usual_size, *sizes} & {row.usual_size, *row.sizes})
 
 
-def case(row: Row, size: int, *more: Any, slow: bool = False) -> Any:
-    """A test's parameters ``row``, ``size`` and more: quick at the usual size of the rows in ``QUICK``."""
-    quick = row.name in QUICK and size == row.usual_size
+def case(row: Row, size: int, *more: Any, slow: bool = False, full: bool = False) -> Any:
+    """A test's parameters ``row``, ``size`` and more: quick at the usual size of the rows in
+    ``QUICK``.
+    """
+    quick = row.name in QUICK and size == row.usual_size and not full
     marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
     return pytest.param(row, size, *more, id="-".join(map(str, (row, size, *more))), marks=marks)
 
 
 def parts(row: Row) -> set[type]:
-    """The classes of the selectors, all-reduces, wire formats and quantizers that a row's transformation has."""
+    """The classes of the selectors, all-reduces, wire formats and quantizers that a row's
+    transformation has.
+    """
 
     def within(part: Any) -> Iterator[type]:
         if isinstance(part, tuple):
@@ -117,7 +123,9 @@ def parts(row: Row) -> set[type]:
 
 
 def quick_rows() -> set[str]:
-    """The first row of each preset, and those that have a part that no row before has: the others are settings."""
+    """The first row of each preset, and those that have a part that no row before has: the others
+    are settings.
+    """
     found, seen = set(), set()
     for row in sorted(ROWS, key=lambda row: row.name != row.preset):
         new = {row.preset, *parts(row)} - seen
@@ -148,12 +156,16 @@ def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
 
 
 def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jsparse.SparseAllReduce]:
-    """Of rank 2; at density 1 of a rank at which factors are longer than matrices, so all goes densely."""
+    """Of rank 2; at density 1 of a rank at which factors are longer than matrices, so all goes
+    densely.
+    """
     return lambda comm, density: jsparse.powersgd(comm, rank=2 if density < 1 else 20, subtract=subtract)
 
 
 def powersgd_bound(n: int, k: int, size: int) -> float:
-    """Factors of two columns of the one matrix, 20 by 30, and all other leaves; and the opening exchange."""
+    """Factors of two columns of the one matrix, 20 by 30, and all other leaves; and the opening
+    exchange.
+    """
     return 2 * (n - 600 + 2 * (20 + 30) + 2) * (size - 1) / size + 3
 
 

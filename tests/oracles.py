@@ -318,7 +318,9 @@ def dgc(
 
 
 class Projected(NamedTuple):
-    """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the step."""
+    """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the
+    step.
+    """
 
     update: np.ndarray
     residual: np.ndarray
@@ -327,8 +329,8 @@ class Projected(NamedTuple):
 def powersgd(gradients: Sequence[np.ndarray], q: np.ndarray, subtract: str) -> list[Projected]:
     """PowerSGD, Algorithms 1 and 2, of one matrix; the whole run, each of shape ``(P, m, n)``.
 
-    ``q`` is the right factor that it begins with. All that leaves this function depends on the space that the columns
-    of P span, and not on how they were made orthonormal.
+    ``q`` is the right factor that it begins with. All that leaves this function depends on the
+    space that the columns of P span, and not on how they were made orthonormal.
     """
     residual, steps = np.zeros(gradients[0].shape), []
     q = q.astype(np.float64)

@@ -143,7 +143,7 @@ def test_comm_names_collectives():
 
 @pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
 def test_public_packages_leak_no_names(package):
-    """What a package has without an underscore is in its ``__all__``, or one of its own modules."""
+    """A name without an underscore is in the package's ``__all__``, or is one of its modules."""
     assert sorted(package.__all__) == list(dict.fromkeys(sorted(package.__all__)))
     assert set(package.__all__) <= set(dir(package))
     files = {found.name for found in pkgutil.iter_modules(package.__path__)}

@@ -90,6 +90,7 @@ def on_a_gpu(*names: str, forms: tuple[str, ...] = ("triton",)):
 
 
 @on_a_gpu()
+@pytest.mark.full
 def test_every_kernel_is_there(name: str, form: str):
     """None spills registers to memory: the compiler is told to refuse such a kernel."""
     assert compiled(name, form).kernels

@@ -13,6 +13,7 @@ import jsparse
 import scenarios
 import transports
 from algorithms import ROWS, Row
+from tiers import quick
 from transports import AXIS, LEVELS, N
 
 SIZE = 3
@@ -57,7 +58,7 @@ def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
     return fresh._replace(buckets=(bucket,)), jax.jit(jax.vmap(tx.update, axis_name=AXIS))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick(RUNS, "dense, sparse, sparse"))
 def test_each_phase_is_as_by_itself(name: str):
     """Each phase gives the same bits as its transformation alone on the same state.
 
@@ -133,6 +134,7 @@ def test_a_bad_step_at_a_boundary(boundary: int):
     jax.tree.map(np.testing.assert_array_equal, updates, want)
 
 
+@pytest.mark.full
 def test_one_phase_runs_not_all():
     """Under vmap, too, the agreed step chooses one branch.
 
@@ -158,7 +160,7 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
 
 
-@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("levels", quick([False, True], False))
 @pytest.mark.parametrize("checked", [False, True])
 def test_in_a_training_step(checked: bool, levels: bool):
     """Compiled once, read and placed like any other, and skipped by ``apply_if_finite``."""

@@ -212,7 +212,14 @@ def test_stochastic_overflows():
     np.testing.assert_array_equal(counts, np.minimum(selected, 5))
 
 
-@pytest.mark.parametrize(("n", "density", "bucket"), [(N, DENSITY, 512), (1003, 0.05, 64), (N, 0.0005, 512)])
+@pytest.mark.parametrize(
+    ("n", "density", "bucket"),
+    [
+        pytest.param(N, DENSITY, 512, marks=pytest.mark.full),
+        (1003, 0.05, 64),
+        pytest.param(N, 0.0005, 512, marks=pytest.mark.full),
+    ],
+)
 def test_bucketed_selects_the_top_of_each_bucket(n: int, density: float, bucket: int):
     acc = next(gradients(1))[:n]
     steps = 60
@@ -329,6 +336,7 @@ def test_degenerate_vectors(select, name: str):
         pytest.param(ReusedThreshold, 0.11, id="reused", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.full
 def test_counts_on_real_gradients(select, limit: float, monkeypatch, tmp_path):
     """Trains the model of the example for 200 steps, and checks how far the counts are from k.
 

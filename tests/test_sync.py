@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jsparse
 import scenarios
 import transports
+from tiers import quick
 from transports import AXIS, N
 
 SIZE = 4
@@ -39,7 +40,7 @@ def synchroniser(tx, **kwargs):
     )
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize(
     "tx", [jsparse.oktopk(AXIS, density=0.05), jsparse.topk_allgather(AXIS, density=0.05)], ids=["oktopk", "topk"]
 )
@@ -78,10 +79,10 @@ def test_sync_is_update_left_sparse(tx: jsparse.SparseAllReduce, checked: bool):
 @pytest.mark.parametrize(
     ("split", "select", "flat"),
     [
-        ("all_to_all", jsparse.select.TopK, False),
-        ("rotate", jsparse.select.TopK, False),
-        ("all_to_all", jsparse.select.SampledThreshold, False),
-        ("rotate", jsparse.select.SampledThreshold, False),
+        pytest.param("all_to_all", jsparse.select.TopK, False, marks=pytest.mark.full),
+        pytest.param("rotate", jsparse.select.TopK, False, marks=pytest.mark.full),
+        pytest.param("all_to_all", jsparse.select.SampledThreshold, False, marks=pytest.mark.full),
+        pytest.param("rotate", jsparse.select.SampledThreshold, False, marks=pytest.mark.full),
         ("all_to_all", jsparse.select.SampledThreshold, True),
     ],
 )

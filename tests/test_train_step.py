@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jsparse
 import transports
+from tiers import quick
 from transports import AXIS
 
 SIZE = 4
@@ -35,7 +36,7 @@ def chain(density=0.3, after=None):
     return optax.chain(jsparse.oktopk(AXIS, density=density), after or optax.sgd(0.1))
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_density_1_is_training_on_the_whole_batch(micro_batches: int, checked: bool):
     step = jsparse.train_step(
@@ -101,7 +102,7 @@ class Normalised(nnx.Module):
 
 
 @pytest.mark.parametrize("kept", ["mean", "per_worker"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", quick([1, 2], 2))
 def test_batch_statistics(kept: str, micro_batches: int):
     """BatchNorm's statistics: averaged over workers, with their bytes counted, or per worker."""
     graph, start, statistics = nnx.split(Normalised(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)

@@ -13,6 +13,7 @@ import jsparse
 import scenarios
 import transports
 from algorithms import ROWS, Row
+from tiers import quick
 from transports import AXIS, N
 
 SIZE = 4
@@ -46,8 +47,8 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("x64", quick([False, True], True))
+@pytest.mark.parametrize("name", quick(PRESETS, "oktopk"))
 def test_mixed_types(name: str, x64: bool):
     """Every leaf keeps its type; sums are formed and kept in the widest, at least float32."""
     with jax.enable_x64(x64):
@@ -161,6 +162,7 @@ def test_apply_if_finite_after_it_skips_the_step():
 
 
 @pytest.mark.parametrize("row, size", [pytest.param(row, 8, id="oktopk-8") for row in ROWS if row.name == "oktopk"])
+@pytest.mark.full
 def test_finite_gradients_never_make_the_residual_infinite(row: Row, size: int):
     state, update = transports.workers(row, size)
     huge = np.full((size, N), 3e38, np.float32)

@@ -121,7 +121,7 @@ def test_a_fast_network(network, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Dense wins: take dense." in " ".join(shown.split())
     assert plot.stat().st_size > 10_000
-    assert jsparse.from_file(path, "data").synchroniser == jsparse.dense("data").config
+    assert jsparse.from_file(path, "data").synchroniser == jsparse.dense("data").synchroniser
     # A gain below the margin is not enough for a sparse algorithm.
     results = [
         {"preset": "oktopk", "times_faster_than_dense": 1.04},

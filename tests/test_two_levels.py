@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jsparse
 import scenarios
 import transports
+from tiers import quick
 from transports import LEVELS, N
 
 ALONG, WHOLE = PartitionSpec(LEVELS), PartitionSpec()
@@ -74,7 +75,7 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("name", PRESETS)
 def test_density_1_is_training_on_the_whole_batch(name: str, checked: bool):
     tx = optax.chain(PRESETS[name](), optax.sgd(0.1))

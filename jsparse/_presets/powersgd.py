@@ -52,8 +52,8 @@ class LowRankState(NamedTuple):
 class LowRank:
     """The reducer of :func:`powersgd`: it sums matrices by two factors, and all else densely.
 
-    It must see the leaves' shapes, so it takes whole vectors: under :class:`Shards` all that is left
-    of the leaves is one vector, which :meth:`init` refuses.
+    It must see the leaves' shapes, so it takes whole vectors: under :class:`Shards` all that is
+    left of the leaves is one vector, which :meth:`init` refuses.
 
     Attributes:
       rank, min_rate, seed: as in :func:`powersgd`.
@@ -169,31 +169,34 @@ def powersgd(
 ) -> SparseAllReduce:
     """PowerSGD: averages each matrix of the gradient as a product of two thin factors.
 
-    Let ``A_i`` be worker i's gradient of a matrix plus its residual, and ``Q`` the right factor of the
-    step before. All workers compute ``P = orthonormalise(sum_i A_i Q)`` and ``Q = mean_i A_i^T P``. The
-    update is ``P Q^T``: the mean of the ``A_i``, projected onto the columns of ``P``. What was projected
-    away stays in the residual. A step takes two all-reduces, for all matrices together, and the
-    exchange of two words that opens each step with a residual.
+    Let ``A_i`` be worker i's gradient of a matrix plus its residual, and ``Q`` the right factor
+    of the step before. All workers compute ``P = orthonormalise(sum_i A_i Q)`` and ``Q = mean_i
+    A_i^T P``. The update is ``P Q^T``: the mean of the ``A_i``, projected onto the columns of
+    ``P``. What was projected away stays in the residual. A step takes two all-reduces, for all
+    matrices together, and the exchange of two words that opens each step with a residual.
 
-    A leaf of two or more axes is a matrix. Its axes are cut in two where rows and columns add up to
-    least: a kernel ``(in, out)`` stays as it is, a convolution's ``(3, 3, in, out)`` becomes
-    ``(9 in, out)``, and PyTorch's ``(out, in, 3, 3)`` becomes ``(out, 9 in)``. Vectors and matrices that
-    are too small travel densely with the first all-reduce.
+    A leaf of two or more axes is a matrix. Its axes are cut in two where rows and columns add
+    up to least: a kernel ``(in, out)`` stays as it is, a convolution's ``(3, 3, in, out)`` becomes
+    ``(9 in, out)``, and PyTorch's ``(out, in, 3, 3)`` becomes ``(out, 9 in)``. Vectors and
+    matrices that are too small travel densely with the first all-reduce.
 
     Factors are computed in float32 (float64, where a leaf is), with products in full precision. A
-    column of ``Q`` that becomes zero, as where a gradient is zero or of lower rank, stays as it was.
-    All workers must be devices of one kind, so that they orthonormalise equal numbers to equal bits.
+    column of ``Q`` that becomes zero, as where a gradient is zero or of lower rank, stays as it
+    was. All workers must be devices of one kind, so that they orthonormalise equal numbers to
+    equal bits.
 
     Args:
       comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
-      rank: columns of each factor, r. The more, the better the update, and the longer the messages.
+      rank: columns of each factor, r. The more, the better the update, and the longer the
+        messages.
       min_rate: a matrix of m rows and n columns is compressed if ``(m + n) r min_rate < m n``. 0
         compresses every matrix.
       subtract: what a worker takes off its residual: its own part of the update, ``P (A_i^T P)^T``
         (``"local"``, as in the authors' package powersgd), or the update itself (``"mean"``, as in
-        PyTorch's hook). Both have the same sum over the workers, so both lose nothing. With ``"mean"``
-        a step takes one product less, but all that differs between the workers' gradients piles up in
-        their residuals; with ``"local"`` only what the columns of ``P`` do not span.
+        PyTorch's hook). Both have the same sum over the workers, so both lose nothing. With
+        ``"mean"`` a step takes one product less, but all that differs between the workers'
+        gradients piles up in their residuals; with ``"local"`` only what the columns of ``P`` do
+        not span.
       seed: of the normal numbers with which ``Q`` begins, the same on all workers.
 
     Returns:
@@ -202,13 +205,14 @@ def powersgd(
     Raises:
       ValueError: an argument is out of range. From ``init``: no leaf has two or more axes.
 
-    **Cost**: ``2 (P-1)/P (r s + d)`` words and ``4 log P`` messages a worker, where s is the sum of all
-    compressed matrices' rows and columns, and d the elements of all other leaves. A worker keeps the
-    residual, as long as the gradient, and r floats for each column of a compressed matrix.
+    **Cost**: ``2 (P-1)/P (r s + d)`` words and ``4 log P`` messages a worker, where s is the sum
+    of all compressed matrices' rows and columns, and d the elements of all other leaves. A worker
+    keeps the residual, as long as the gradient, and r floats for each column of a compressed
+    matrix.
 
     References:
-      Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
-      NeurIPS 2019, Algorithms 1 and 2.
+      Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+      Optimization, NeurIPS 2019, Algorithms 1 and 2.
 
     Example (dense steps first, as PyTorch's ``start_powerSGD_iter``)::
 
@@ -230,8 +234,8 @@ def _multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 def _outer(basis: jax.Array, q: jax.Array) -> jax.Array:
     """``basis q^T``, a whole matrix.
 
-    A sum of few outer products is elementwise, so on a GPU XLA forms it where it is read. A product of
-    matrices is stored first.
+    A sum of few outer products is elementwise, so on a GPU XLA forms it where it is read. A
+    product of matrices is stored first.
     """
     if q.shape[1] > UNROLLED:
         return _multiply(basis, q, (1, 1))
@@ -258,11 +262,12 @@ def _orthonormal_bases(matrices: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _orthonormal(x: jax.Array) -> jax.Array:
-    """Orthonormal columns that span those of ``x``, shape ``(matrices, rows, rank)``: Gram-Schmidt.
+    """Orthonormal columns that span those of ``x``, shape ``(matrices, rows, rank)``:
+    Gram-Schmidt.
 
-    Each column is projected twice, so that what rounding leaves of a dependent column is orthogonal too:
-    it is as good a direction as any. A column of which the second projection leaves nearly nothing
-    becomes zero.
+    Each column is projected twice, so that what rounding leaves of a dependent column is
+    orthogonal too: it is as good a direction as any. A column of which the second projection
+    leaves nearly nothing becomes zero.
     """
     x, rank = _scaled(x), x.shape[2]
     numbers = lax.broadcasted_iota(jnp.int32, (1, 1, rank), 2)
@@ -290,8 +295,8 @@ def _scaled(x: jax.Array) -> jax.Array:
 def _next_factor(old: jax.Array, new: jax.Array, longer: int) -> jax.Array:
     """The right factor for the next step, its columns of length 1.
 
-    A column that is zero, but for rounding, has no direction, and the old one stays. The bound is that
-    of ``numpy.linalg.matrix_rank``.
+    A column that is zero, but for rounding, has no direction, and the old one stays. The bound is
+    that of ``numpy.linalg.matrix_rank``.
 
     Args:
       old: the factor of this step.
