@@ -62,7 +62,7 @@ def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
 def test_each_phase_is_as_by_itself(name: str):
     """Each phase gives the same bits as its transformation alone on the same state.
 
-    Nothing is lost, also not at boundaries.
+    Nothing is lost, not even at boundaries.
     """
     stages = RUNS[name]
     state, update = transports.workers(row(name), SIZE)

@@ -121,9 +121,9 @@ def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> SparseAllReduce:
     """A2SGD, two-level gradient averaging: workers average two means of their gradients.
 
     A worker takes the mean of its gradient's elements that are at least 0, and the mean of the
-    magnitudes of the other elements. Both means are averaged over the workers. An element whose
-    magnitude is at least its own mean changes by the difference between the average and that mean.
-    All other elements stay as they are.
+    magnitudes of the other elements. Both means are averaged over the workers. The magnitude of an
+    element that reaches the mean of its own kind changes by as much as the average differs from
+    that mean. All other elements stay as they are.
 
     So updates differ between workers, and so do parameters after a step. Train with
     ``train_step(..., params="per_worker")``, and average the parameters with
@@ -167,7 +167,7 @@ def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:
 
     Args:
       inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
-      intra: the mesh axis along which the workers of a node stand, or likewise.
+      intra: the mesh axis along which the workers of a node stand, a tuple of axes, or a Comm.
 
     Returns:
       A gradient transformation.

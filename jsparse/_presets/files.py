@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
         return value
     room = next((room for room, module in ROOMS.items() if getattr(module, type(value).__name__, 0) is type(value)), "")
     if not room and not isinstance(value, ErrorFeedback):
-        raise ValueError(f"{value!r} is none of jsparse's own parts, so a file can't name it: choose one of those")
+        raise ValueError(f"{value!r} is none of jsparse's own parts, so a file can't name it: use a part of jsparse")
     fields = {
         field.name: _plain(getattr(value, field.name))
         for field in dataclasses.fields(value)

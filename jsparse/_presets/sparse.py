@@ -339,9 +339,9 @@ def hitopk(
 
     Args:
       inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
-      intra: the mesh axis along which the workers of a node stand, or likewise. Other functions
-        (``jsparse.train_step``, ``jsparse.init``, ``jsparse.local_value_and_grad``) take both as
-        their axis: ``(inter, intra)``.
+      intra: the mesh axis along which the workers of a node stand, a tuple of axes, or a Comm.
+        Other functions (``jsparse.train_step``, ``jsparse.init``,
+        ``jsparse.local_value_and_grad``) take both as their axis: ``(inter, intra)``.
       density: k / n of each shard, above 0 and at most 1. It may be left out if ``select`` is
         given, which has a density of its own.
       allreduce: the all-reduce between the nodes; by default the paper's,

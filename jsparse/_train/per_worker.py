@@ -26,8 +26,8 @@ class PerWorkerState(NamedTuple):
     def moved(self, old: "PerWorkerState", once: Any, move: Any) -> "PerWorkerState":
         """The state for another number of workers.
 
-        A part that has a ``moved`` of its own moves by that; of any other array, each worker gets
-        one.
+        A part that has a ``moved`` of its own moves by that. Every other array moves as one of
+        which each worker has its own.
         """
         return PerWorkerState(move.tree(self.inner, old.inner, once.inner, of_each=True))
 

@@ -90,11 +90,11 @@ class TrainStep:
         return self._run(state, self._whole(batch, key), key)
 
     def lower(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, or their shapes, as a jitted function's method."""
+        """Lowers the step for these arguments, or their shapes, as jitted functions do."""
         return self.trace(state, batch, key).lower()
 
     def trace(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Traced:
-        """Traces the step for these arguments, or their shapes, as a jitted function's method."""
+        """Traces the step for these arguments, or their shapes, as jitted functions do."""
         return self._run.trace(state, self._whole(batch, key), key)
 
     def _whole(self, batch: Any, key: jax.Array | None) -> Any:

@@ -236,7 +236,10 @@ def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[
 
 
 def _copies(ranks: jax.Array, tree: Any) -> Any:
-    """A copy for each of these workers, stacked. Each worker gets a different random key."""
+    """A copy for each of these workers, stacked.
+
+    Random keys among the leaves are made different for each worker.
+    """
 
     def copies(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
