@@ -14,6 +14,7 @@ import oracles
 import scenarios
 import transports
 from algorithms import Row
+from tiers import quick
 from transports import AXIS, N
 
 SIZE = 3
@@ -78,7 +79,7 @@ def test_what_waited_is_not_pushed_further():
         assert transports.flat(updates, SIZE)[0, 700] == arrives
 
 
-@pytest.mark.parametrize("power", [1, 1e25, 1e-30])
+@pytest.mark.parametrize("power", quick([1, 1e25, 1e-30], 1))
 def test_a_worker_clips_its_own_gradient(power: float):
     """To ``clip_norm / sqrt(P)``, all leaves together, even if their squares overflow.
 

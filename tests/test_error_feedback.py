@@ -52,7 +52,7 @@ def test_decay_keeps_a_part_of_what_is_left(subtract: str, levels: bool):
         assert np.any(left)
 
 
-@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("levels", quick([False, True], False))
 def test_the_mean_loses_nothing_and_spreads_the_residuals(levels: bool):
     """Each worker subtracts the update, ``total / P``.
 

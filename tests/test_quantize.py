@@ -10,6 +10,7 @@ import pytest
 
 import jsparse
 from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float16, Sign, TernGrad
+from tiers import quick
 
 M = 1003
 QUANTIZERS = [
@@ -132,7 +133,7 @@ def test_codebook(bits: int, limit: float):
 
 
 @pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if not q.unbiased], ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", quick([np.float32, np.float64], np.float32))
 def test_contraction(quantizer, dtype):
     """Error feedback needs errors smaller than the vector: on average, if they are random."""
     with jax.enable_x64(dtype == np.float64):
@@ -276,7 +277,7 @@ def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
 
 
 @pytest.mark.parametrize("quantizer", [Block8(64), BFloat16(), Float16()], ids=["8 bits", "bfloat16", "float16"])
-@pytest.mark.parametrize("n", [M, 12, 5, 1])
+@pytest.mark.parametrize("n", quick([M, 12, 5, 1], M))
 def test_a_sum_in_a_ring(quantizer, n: int):
     """Compares with a ring in numpy that sums and rounds each part, from its owner's successor on.
 

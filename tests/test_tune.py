@@ -14,6 +14,7 @@ from jsparse._presets import files
 from jsparse.cli import links, main, tune
 from jsparse.cli.links import Fit, Sample, fit
 from jsparse.cli.plan import preset_of
+from tiers import quick
 
 
 def sample(what: str, payload: int, size: int, alpha: float, beta: float, noise: float = 1.0) -> Sample:
@@ -89,7 +90,7 @@ def width(layout: jsparse.wire.Wire | None) -> int:
     return 0 if layout is None else 4 if isinstance(layout.values, quantize.BFloat16) else 6
 
 
-@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("gpus", quick([1, 4], 4))
 def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     network(Fit(5e-5, 3.2e-8, 0.0))
     path = tmp_path / "tune.json"
