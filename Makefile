@@ -9,7 +9,7 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-rest test-all lint docs clean
+.PHONY: demo test test-rest test-all lint tables docs clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python -m examples.train $(ARGS)
@@ -24,6 +24,10 @@ lint: $(VENV)/lint.stamp $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The tables in the README and in the catalogue that are made from the rows of tests/algorithms.py.
+tables: $(VENV)/test.stamp
+	$(BIN)/python docs/tables.py
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -1,4 +1,5 @@
-"""Writes the tables of the README and of the catalogue that are made from the rows of the test table.
+"""Writes the tables of the README and of the catalogue that are made from the rows of the test
+table.
 
 ``python docs/tables.py`` rewrites them; ``make tables`` does it in the environment of the tests.
 """
@@ -17,15 +18,21 @@ from algorithms import ROWS, Row  # noqa: E402
 from jsparse import cost  # noqa: E402
 
 N, DENSITY, WORKERS, NODES = 1_000_000, 0.01, 8, (2, 4)
+# The rows that stand for a preset, sparse ones first.
+CARDS = [(row, row.card) for sparse in (True, False) for row in ROWS if row.card and row.sparse == sparse]
+
+
+def named(row: Row) -> tuple[str, ...]:
+    """The presets that a row stands for."""
+    return (row.name, *row.card.aliases) if row.card else ()
 
 
 def presets() -> str:
     """What each preset is, sends and is for."""
     lines = ["| preset | paper | bytes a worker sends in a step | memory | when |", "|---|---|---|---|---|"]
-    for row in ROWS:
-        if row.card:
-            name = ", ".join(f"`jsparse.{name}`" for name in (row.name, *row.card.aliases))
-            lines.append(f"| {name} | {row.card.paper} | {row.card.bytes} | {row.card.memory} | {row.card.when} |")
+    for row, card in CARDS:
+        names = ", ".join(f"`jsparse.{name}`" for name in named(row))
+        lines.append(f"| {names} | {card.paper} | {card.bytes} | {card.memory} | {card.when} |")
     return "\n".join(lines)
 
 
@@ -33,13 +40,13 @@ def exact() -> str:
     """What each preset sends at least and at most, read off its traced program."""
     params, k = jax.ShapeDtypeStruct((1000, N // 1000), jnp.float32), round(DENSITY * N)
     lines = ["| | least | most | messages |", "|---|---|---|---|"]
-    for row in ROWS:
-        if row.card:
-            axes = ("nodes", "gpus") if row.gpus else "workers"
-            least, most = cost.exact(row.make(axes, DENSITY), params, NODES if row.gpus else WORKERS)
-            words = (f"{sent.bytes / 4 / k:.1f}" for sent in (least, most))
-            messages = " to ".join(map(str, dict.fromkeys((least.messages, most.messages))))
-            lines.append(f"| `{row.name}` | {' | '.join(words)} | {messages} |")
+    for row, _ in CARDS:
+        axes = ("nodes", "gpus") if row.gpus else "workers"
+        least, most = cost.exact(row.make(axes, DENSITY), params, NODES if row.gpus else WORKERS)
+        names = ", ".join(f"`{name}`" for name in named(row))
+        words = (f"{sent.bytes / 4 / k:.1f}" for sent in (least, most))
+        messages = " to ".join(map(str, dict.fromkeys((least.messages, most.messages))))
+        lines.append(f"| {names} | {' | '.join(words)} | {messages} |")
     return "\n".join(lines)
 
 
@@ -55,11 +62,6 @@ def written(page: str) -> str:
         if count != 1:
             raise ValueError(f"{page} has {count} places for the table {name!r}: mark one by two comments")
     return text
-
-
-def covered(row: Row, preset: str) -> bool:
-    """Whether a row is the one that stands for a preset in the tables."""
-    return bool(row.card) and preset in (row.name, *row.card.aliases)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""jsparse: training over slow networks, with sparse gradient all-reduces as optax transformations."""
+"""jsparse: sparse gradient all-reduces as optax transformations, for slow networks."""
 
 from . import allreduce, cost, quantize, select, wire
 from ._comm.comm import AxisComm, Comm
@@ -11,6 +11,7 @@ from ._engine.transform import SparseAllReduce, apply_sparse, sync
 from ._presets.dense import a2sgd, dense, parameter_server, qsgd, quantized, torus
 from ._presets.files import from_file
 from ._presets.general import sparse_allreduce
+from ._presets.powersgd import powersgd
 from ._presets.sparse import (
     dgc,
     dsar_split_allgather,
@@ -71,6 +72,7 @@ __all__ = [
     "parameter_server",
     "per_worker",
     "phases",
+    "powersgd",
     "qsgd",
     "quantize",
     "quantized",

@@ -1,8 +1,8 @@
-"""The table: every algorithm here gets every contract test."""
+"""The table of algorithms: every contract test runs for each of them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,24 +12,50 @@ import oracles
 DENSITY = 0.05
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Row:
-    """One algorithm, in one setting.
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the tables in the README and in the catalogue say of a preset.
 
     Attributes:
-      name: what pytest calls it.
-      make: makes the transform for an axis (or Comm) and a density.
-      oracle: what a step should do; None where only the invariants say. Where replicas differ, it is called with the
-        gradients alone, and gives each worker's update.
-      sizes: the numbers of workers at which it is tested.
+      paper: whose it is.
+      bytes: what a worker sends in a step.
+      memory: floats that a worker carries from step to step.
+      when: when to choose it.
+      aliases: other presets of the same algorithm.
+    """
+
+    paper: str
+    bytes: str
+    memory: str
+    when: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """One algorithm with its settings.
+
+    Attributes:
+      name: the name in pytest.
+      make: makes the transformation for an axis (or Comm) and a density.
+      oracle: computes what a step should do; None if only the invariants are tested.
+        Where replicas differ, it gets the gradients alone, and gives each worker's update.
+      sizes: the numbers of workers for which it is tested.
       sparse: whether it selects, so that it has a residual.
-      bound: words that a worker may send in a step: a function of n, k and P; None without such a bound.
+      bound: the most words that a worker may send in a step: a function of n, k and P; None
+        without such a bound.
       oracle_args: further arguments of the oracle.
-      exact: whether whole numbers stay whole, so that sums of them can be compared exactly.
-      gpus: over two levels, workers a node for each number of workers; ``make`` is then given two axes.
-      scale: what integers are multiplied by, so that momentum of a half leaves integers.
-      dense_steps: the first steps, in which it sums densely.
-      alike: whether all workers get the same update, so that nothing may be lost; otherwise each has its own.
+      exact: whether integers stay integers, so that their sums can be compared exactly.
+      gpus: over two levels, the workers in a node for each number of workers; ``make`` is then
+        given two axes.
+      scale: the factor of all integers, so that momentum of a half gives integers.
+      dense_steps: the number of first steps in which it sums densely.
+      alike: whether all workers get the same update, so that nothing may be lost; otherwise each
+        has its own.
+      mixes: whether an element of the sum depends on others, as in a product of matrices. Then
+        rounding is small beside the largest elements, and not beside each. What is rounded also
+        differs between transports, which add up products in different orders.
+      card: what the tables say of the preset of this name; None for its variants.
     """
 
     name: str
@@ -44,6 +70,8 @@ class Row:
     scale: int = 1
     dense_steps: int = 0
     alike: bool = True
+    mixes: bool = False
+    card: Card | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -54,7 +82,9 @@ class Row:
 
     @property
     def usual_size(self) -> int:
-        """The number of workers in the quick tests: 3, over two levels 2 x 2 workers, or the fewest above one."""
+        """The number of workers in the quick tests: 3, over two levels 2 x 2 workers, or the
+        fewest above one.
+        """
         preferred = 3 if self.gpus is None else 4
         return preferred if preferred in self.sizes else min((size for size in self.sizes if size > 1), default=1)
 
@@ -65,14 +95,18 @@ def some(row: Row, *sizes: int) -> list[int]:
 
 
 def case(row: Row, size: int, *more: Any, slow: bool = False, full: bool = False) -> Any:
-    """A test's parameters ``row``, ``size`` and more: quick at the usual size of the rows in ``QUICK``."""
+    """A test's parameters ``row``, ``size`` and more: quick at the usual size of the rows in
+    ``QUICK``.
+    """
     quick = row.name in QUICK and size == row.usual_size and not full
     marks = [pytest.mark.slow] if slow else [] if quick else [pytest.mark.full]
     return pytest.param(row, size, *more, id="-".join(map(str, (row, size, *more))), marks=marks)
 
 
 def parts(row: Row) -> set[type]:
-    """The classes of the selectors, all-reduces, wire formats and quantizers that a row's transformation has."""
+    """The classes of the selectors, all-reduces, wire formats and quantizers that a row's
+    transformation has.
+    """
 
     def within(part: Any) -> Iterator[type]:
         if isinstance(part, tuple):
@@ -89,7 +123,9 @@ def parts(row: Row) -> set[type]:
 
 
 def quick_rows() -> set[str]:
-    """The first row of each preset, and those that have a part that no row before has: the others are settings."""
+    """The first row of each preset, and those that have a part that no row before has: the others
+    are settings.
+    """
     found, seen = set(), set()
     for row in sorted(ROWS, key=lambda row: row.name != row.preset):
         new = {row.preset, *parts(row)} - seen
@@ -104,7 +140,10 @@ def oktopk_bound(n: int, k: int, size: int) -> float:
 
 
 def hitopk_bound(n: int, k: int, size: int) -> float:
-    """Of two levels, however the workers are split: the shards' parts of k are rounded up."""
+    """The bound for two levels and any split of the workers.
+
+    The shards' parts of k are rounded up.
+    """
     return 2 * n + 2 * (k + size) * size + 8
 
 
@@ -114,6 +153,20 @@ def hitopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
 
 def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda axes, density: jsparse.hitopk(*axes, density=density, select=make(density))
+
+
+def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jsparse.SparseAllReduce]:
+    """Of rank 2; at density 1 of a rank at which factors are longer than matrices, so all goes
+    densely.
+    """
+    return lambda comm, density: jsparse.powersgd(comm, rank=2 if density < 1 else 20, subtract=subtract)
+
+
+def powersgd_bound(n: int, k: int, size: int) -> float:
+    """Factors of two columns of the one matrix, 20 by 30, and all other leaves; and the opening
+    exchange.
+    """
+    return 2 * (n - 600 + 2 * (20 + 30) + 2) * (size - 1) / size + 3
 
 
 def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
@@ -129,7 +182,7 @@ def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
 
 
 def dense_first(dense: Any, *sparse: Any) -> jsparse.SparseAllReduce:
-    """Phases of two steps, the last without end."""
+    """Phases of two steps each; the last has no end."""
     *stages, last = dense, *sparse
     return jsparse.phases((*((2, stage) for stage in stages), last))
 
@@ -139,20 +192,27 @@ def oktopk_compact_bound(n: int, k: int, size: int) -> float:
 
 
 def wired(preset: Callable[..., jsparse.SparseAllReduce], values: Any, **kwargs: Any):
-    """A preset on the compact wire, with these values."""
+    """A preset on the compact wire with these values."""
     return lambda axis, density: preset(
         *(axis if isinstance(axis, tuple) else [axis]), density=density, wire=jsparse.wire.Compact(values), **kwargs
     )
 
 
 select, quantize = jsparse.select, jsparse.quantize
-# Values that stay whole numbers; others, which depend on what else is in the message; and on chance, too.
+# Values that keep integers; values that depend on others in the message; values that also depend
+# on chance.
 BF16, BLOCKS, LEVELS = quantize.BFloat16(), quantize.Block8(64), quantize.QSGD(7, 64, "max", contract=True)
-# Workers a node: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
+# Nodes by workers: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
 ROWS = [
-    Row("dense", lambda comm, density: jsparse.dense(comm), oracles.dense, sparse=False),
+    Row(
+        "dense",
+        lambda comm, density: jsparse.dense(comm),
+        oracles.dense,
+        sparse=False,
+        card=Card("one message, or overlapped buckets", "`8n(P-1)/P`", "", "fast networks"),
+    ),
     Row("dense-bucketed", lambda comm, density: jsparse.dense(comm, bucket_bytes=1000), oracles.dense, (3, 8), False),
     Row(
         "parameter_server",
@@ -160,6 +220,7 @@ ROWS = [
         oracles.parameter_server,
         sparse=False,
         bound=lambda n, k, size: 2 * n * (size - 1),
+        card=Card("dense through one worker, at once or some steps late", "`8n(P-1)`", "", "to compare"),
     ),
     Row(
         "a2sgd",
@@ -170,6 +231,9 @@ ROWS = [
         bound=lambda n, k, size: 4,
         exact=False,
         alike=False,
+        card=Card(
+            "A2SGD (Bhattacharya et al., CLUSTER 2021): two means; replicas differ", "`16(P-1)/P`", "", "to compare"
+        ),
     ),
     Row(
         "a2sgd-leaf",
@@ -181,12 +245,20 @@ ROWS = [
         exact=False,
         alike=False,
     ),
-    Row("torus", lambda axes, density: jsparse.torus(*axes), oracles.torus, sparse=False, gpus=GPUS),
+    Row(
+        "torus",
+        lambda axes, density: jsparse.torus(*axes),
+        oracles.torus,
+        sparse=False,
+        gpus=GPUS,
+        card=Card("2D torus (Mikami et al., 2018)", "`8n(m-1)/P` between nodes", "", "fast networks inside nodes"),
+    ),
     Row(
         "topk_allgather",
         lambda comm, density: jsparse.topk_allgather(comm, density=density),
         oracles.topk_allgather,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        card=Card("TopkA: all-gather", "`8k(P-1)`", "n", "two or three workers"),
     ),
     Row(
         "topk_allgather-leaf",
@@ -198,8 +270,21 @@ ROWS = [
         lambda comm, density: jsparse.gaussiank(comm, density=density),
         oracles.gaussiank,
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        card=Card("Gaussian-k (Shi et al., 2019)", "`8k(P-1)`", "n", "to compare"),
     ),
-    Row("hitopk", hitopk(), oracles.hitopk_ms, bound=hitopk_bound, gpus=GPUS),
+    Row(
+        "hitopk",
+        hitopk(),
+        oracles.hitopk_ms,
+        bound=hitopk_bound,
+        gpus=GPUS,
+        card=Card(
+            "HiTopKComm with MSTopK (Shi et al., MLSys 2021)",
+            "`8k(m-1)/g` between nodes",
+            "n/g",
+            "nodes of several GPUs",
+        ),
+    ),
     Row("hitopk-wide", hitopk(), oracles.hitopk_ms, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
@@ -209,7 +294,15 @@ ROWS = [
         gpus=GPUS,
     ),
     Row("hitopk-leaf", hitopk(scope="leaf", dense_below=10), sizes=(4,), gpus=GPUS),
-    Row("oktopk", oktopk(), oracles.oktopk, bound=oktopk_bound),
+    Row(
+        "oktopk",
+        oktopk(),
+        oracles.oktopk,
+        bound=oktopk_bound,
+        card=Card(
+            "Ok-Topk (Li and Hoefler, PPoPP 2022)", "at most `24k(P-1)/P + 64P + 2048`", "n", "bandwidth decides"
+        ),
+    ),
     Row(
         "oktopk-often",
         oktopk(tau_threshold=2, tau_region=3),
@@ -229,7 +322,7 @@ ROWS = [
         bound=oktopk_bound,
     ),
     Row("oktopk-mstopk", oktopk_selecting(select.MSTopK), sizes=(2, 7), bound=oktopk_bound),
-    # Fewer in expectation, so that all three together do not exceed 3 k.
+    # A lower expected number, so that the three workers together do not exceed 3 k.
     Row(
         "topk_allgather-stochastic",
         lambda comm, density: jsparse.topk_allgather(comm, select=select.StochasticTopK(0.8 * density)),
@@ -249,6 +342,7 @@ ROWS = [
         lambda comm, density: jsparse.gtopk(comm, density=density),
         oracles.gtopk,
         bound=lambda n, k, size: 2 * k * (size.bit_length() + 1) + -(-k // 32) + 4,
+        card=Card("gTop-k (Shi et al., ICDCS 2019)", "`8k log P`", "n", "latency decides"),
     ),
     Row(
         "gtopk-tree",
@@ -270,17 +364,31 @@ ROWS = [
         "ssar_recursive_doubling",
         lambda comm, density: jsparse.ssar_recursive_doubling(comm, density=density),
         oracles.topk_allgather,
+        card=Card(
+            "SparCML (Renggli, thesis, 2017)",
+            "`8k log P` to `8k(P-1)`",
+            "n",
+            "workers select the same indices, few elements",
+        ),
     ),
     Row(
         "ssar_split_allgather",
         lambda comm, density: jsparse.ssar_split_allgather(comm, density=density),
         oracles.topk_allgather,
+        card=Card(
+            "SparCML; TopkDSA in Ok-Topk's paper",
+            "from `16k(P-1)/P`, by the data",
+            "n",
+            "workers select the same indices",
+            aliases=("topk_dsa",),
+        ),
     ),
     Row("topk_dsa", lambda comm, density: jsparse.topk_dsa(comm, density=density), oracles.topk_allgather, (4,)),
     Row(
         "dsar_split_allgather",
         lambda comm, density: jsparse.dsar_split_allgather(comm, density=density),
         oracles.topk_allgather,
+        card=Card("SparCML", "from `(8k + 4n)(P-1)/P`", "n", "the sum fills in"),
     ),
     Row(
         "dsar_split_allgather-group",
@@ -288,7 +396,18 @@ ROWS = [
         oracles.topk_allgather,
         (2, 8),
     ),
-    Row("quantized-bf16", lambda comm, density: jsparse.quantized(comm, quantize=BF16), sizes=(3,), sparse=False),
+    Row(
+        "quantized",
+        lambda comm, density: jsparse.quantized(comm, quantize=BF16),
+        sizes=(3,),
+        sparse=False,
+        card=Card(
+            "TernGrad, signs, 8 bits, bfloat16, float16: b bits a value",
+            "`b/4 n (P-1)/P`",
+            "n, or none",
+            "bytes should halve, nothing else change",
+        ),
+    ),
     Row(
         "quantized-ring",
         lambda comm, density: jsparse.quantized(comm, quantize=BF16, split="ring"),
@@ -322,6 +441,7 @@ ROWS = [
         sizes=(8,),
         sparse=False,
         exact=False,
+        card=Card("QSGD (Alistarh et al., NIPS 2017), 3.2 bits a value", "`0.41 n (P-1)`", "", "to compare"),
     ),
     Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
     Row("topk_allgather-float16", wired(jsparse.topk_allgather, quantize.Float16()), sizes=(3,), exact=False),
@@ -354,6 +474,7 @@ ROWS = [
         sizes=(3, 8),
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
         scale=32,
+        card=Card("Deep Gradient Compression (Lin et al., ICLR 2018)", "`8k(P-1)`", "2n", "density 0.1 % and below"),
     ),
     Row(
         "phases",
@@ -371,6 +492,30 @@ ROWS = [
         sizes=(4,),
         gpus=GPUS,
         dense_steps=2,
+    ),
+    Row(
+        "powersgd",
+        powersgd(),
+        sizes=(1, 2, 3, 7, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
+        card=Card(
+            "PowerSGD (Vogels et al., NeurIPS 2019): matrices by factors of rank r",
+            "`8(P-1)/P (r s + d)`",
+            "n, and the factors",
+            "layers are large matrices",
+        ),
+    ),
+    Row(
+        "powersgd-mean",
+        powersgd("mean"),
+        sizes=(3, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
     ),
     Row(
         "general",

@@ -1,7 +1,9 @@
-"""Strict settings for every test: eight CPU devices, no silent rank promotion; and which tier of them is run.
+"""Strict settings for every test: eight CPU devices, no silent rank promotion; and which tier of
+them is run.
 
-``make test`` runs the quick tests, ``make test-rest`` the others, ``make test-all`` both: see ``tiers.py``. Tests that
-are marked ``slow`` take minutes: they are of the rest, and skipped without ``--slow``.
+``make test`` runs the quick tests, ``make test-rest`` the others, ``make test-all`` both: see
+``tiers.py``. Tests that are marked ``slow`` take minutes: they are of the rest, and skipped
+without ``--slow``.
 """
 
 import gc
@@ -21,7 +23,8 @@ CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 if jax.__version_info__ < (0, 11):  # Later ones end the process at a flag that they do not know.
     CHEAP += " --xla_cpu_use_fusion_emitters=false"
 
-# What compiles for GPUs stands apart: found by every process, it would complain that there is none.
+# What compiles for GPUs stands apart: found by every process, it would complain that there is
+# none.
 PLUGIN = pathlib.Path(sys.prefix) / "cuda"
 if PLUGIN.is_dir():
     sys.path.append(str(PLUGIN))
@@ -78,8 +81,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
-        # Tests that share an executable run in the same process: those of a row, one test with all its parameters, and
-        # of some files all that is left.
+        # Tests that share an executable run in the same process: those of a row, one test with
+        # all its parameters, and of some files all that is left.
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "row" in params:
             item.add_marker(pytest.mark.xdist_group(f"{params['row']}-{params.get('size')}"))
@@ -89,7 +92,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    # Executables stay mapped into memory, and Linux grants a process 65,530 mappings: then it dies in the compiler.
+    # Executables stay mapped into memory, and Linux grants a process 65,530 mappings: then it
+    # dies in the compiler.
     if PROCESS.exists() and next(TESTS) % 50 == 0 and len(PROCESS.read_bytes().splitlines()) > 30_000:
         jax.clear_caches()
         gc.collect()

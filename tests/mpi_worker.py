@@ -1,7 +1,10 @@
-"""What each process of ``mpirun`` runs for ``test_mpi.py``: ``python -m mpi4py mpi_worker.py FILE ROW ...``.
+"""What each process of ``mpirun`` runs for ``test_mpi.py``.
 
-Rank 0 writes to the file, pickled: of every row all processes' updates and states, or why it is not possible. Then each
-check runs; one that fails ends all processes, its traceback on standard output.
+The command is ``python -m mpi4py mpi_worker.py FILE ROW ...``.
+
+Rank 0 writes to the file, pickled: of every row all processes' updates and states, or why it is
+not possible. Then each check runs; one that fails ends all processes, its traceback on standard
+output.
 """
 
 import functools
@@ -38,7 +41,10 @@ def comms(row: Row) -> Any:
 
 
 def prepare(row: Row) -> tuple[Any, Callable[..., Any]]:
-    """The first state, and the compiled update: nothing is sent, so that no process waits for another's compiler."""
+    """The first state, and the compiled update.
+
+    Nothing is sent, so no process waits for another one's compiler.
+    """
     tx = row.make(comms(row), DENSITY)
     state, update = tx.init(transports.zeros()), jax.jit(tx.update)
     update.lower(transports.zeros(), state).compile()  # What the first call finds ready.
@@ -56,7 +62,10 @@ def run(row: Row, state: Any, update: Callable[..., Any]) -> list[list[np.ndarra
 
 
 def check_types():
-    """What MPI has no type for arrives as it was; sums are in the order of ranks, and alike everywhere."""
+    """Values of types that MPI lacks arrive unchanged.
+
+    Sums are added in the order of ranks, and have the same bits everywhere.
+    """
     comm = jsparse.MpiComm()
     moves = {"all_gather": comm.all_gather, "all_to_all": comm.all_to_all}
     moves["ppermute"] = lambda x: comm.ppermute(x, [(0, 1)])
@@ -85,7 +94,10 @@ def check_types():
 
 
 def check_order():
-    """Messages go in the order of the trace: in loops, in branches, and where nothing depends on anything."""
+    """Messages are sent in the order of the trace.
+
+    So it is in loops, in branches, and where no message depends on another.
+    """
     comm = jsparse.MpiComm()
     around = [(rank, (rank + 1) % SIZE) for rank in range(SIZE)]
 
@@ -115,7 +127,10 @@ def check_order():
 
 
 def check_traffic():
-    """It is the axis's: the same bytes, where floats are not summed the same messages, and what a step says it sent."""
+    """The traffic is that of an axis: the same bytes, and what a step says that it sent.
+
+    Where floats are not summed, the messages are the same, too.
+    """
     grads = transports.zeros()
     for name, make in {
         "oktopk": lambda comm: jsparse.oktopk(comm, density=DENSITY),
@@ -140,9 +155,12 @@ def check_traffic():
 
 
 def check_a2sgd():
-    """A transformation after which replicas differ equals that along an axis, to the bit but for what compiling rounds.
+    """A transformation after which replicas differ equals that along an axis, to the bit.
 
-    What it makes of ``g - mean + mean`` depends on the program around it, with one communicator, too.
+    The exception is what compilation rounds.
+
+    What it makes of ``g - mean + mean`` depends on the program around it, with one communicator,
+    too.
     """
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((SIZE, transports.N)).astype(np.float32)
@@ -177,7 +195,10 @@ def share(batch: Any) -> Any:
 
 
 def check_training():
-    """At density 1 the step trains as one process with the whole batch would, and all have the same parameters."""
+    """At density 1 the step trains as one process with the whole batch does.
+
+    All processes have the same parameters.
+    """
     comm = jsparse.MpiComm()
     if SIZE == 2:
         preset = jsparse.oktopk(comm, density=1.0)

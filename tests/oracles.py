@@ -1,4 +1,7 @@
-"""What the algorithms should do, in numpy, from the papers' text: slow, plain, and sharing no code with the library."""
+"""What the algorithms should do, in NumPy, from the papers' text.
+
+These functions are slow and plain, and share no code with the library.
+"""
 
 import math
 import statistics
@@ -14,7 +17,8 @@ class Expected(NamedTuple):
     Attributes:
       total: shape ``(n,)``, the sum of what was delivered.
       delivered: shape ``(P, n)``, each worker's share of it.
-      exact: whether the outcome is fully determined; otherwise an implementation may deliver a little less.
+      exact: whether the outcome is fully determined. Otherwise an implementation may deliver a
+        little less.
     """
 
     total: np.ndarray
@@ -23,15 +27,19 @@ class Expected(NamedTuple):
 
 
 def top_k(acc: np.ndarray, k: int) -> np.ndarray:
-    """Indices of the k largest magnitudes, ascending; the lowest index wins a tie; zeros never."""
+    """Indices of the k largest magnitudes, ascending.
+
+    The lowest index wins a tie. Zeros are never selected.
+    """
     order = np.lexsort((np.arange(len(acc)), -np.abs(acc)))[:k]
     return np.sort(order[acc[order] != 0])
 
 
 def ms_top_k(x: np.ndarray, k: int, searches: int, turn: int) -> np.ndarray:
-    """Algorithm 1 of MSTopK, its ratio running over the representable numbers: the indices, ascending.
+    """Algorithm 1 of MSTopK, with its ratio over the representable numbers: ascending indices.
 
-    Below the mean where fewer than k reach it; the window begins at ``turn`` times its length, round a circle.
+    If fewer than k elements reach the mean, it searches below the mean. The window begins at
+    ``turn`` times its length, round a circle.
     """
     a = np.abs(x)
     bits = a.view(np.int32)
@@ -56,7 +64,10 @@ def ms_top_k(x: np.ndarray, k: int, searches: int, turn: int) -> np.ndarray:
 
 
 def dgc_thresholds(acc: np.ndarray, density: float, stride: int) -> list[float]:
-    """DGC's threshold (``_sparsify`` in the authors' ``dgc/compression.py``), for each first element of its sample."""
+    """DGC's threshold for each first element of its sample.
+
+    See ``_sparsify`` in the authors' ``dgc/compression.py``.
+    """
     k = max(1, round(density * len(acc)))
     importance, found = np.abs(acc), []
     for first in range(stride):
@@ -73,7 +84,7 @@ def dgc_thresholds(acc: np.ndarray, density: float, stride: int) -> list[float]:
 
 
 def stochastic_probabilities(v: np.ndarray, k: int, rule: str) -> np.ndarray:
-    """The thesis's two rules, section 2.4.1."""
+    """The two rules of the thesis, section 2.4.1."""
     v = np.abs(v.astype(np.float64))
     n, one, infinity = len(v), v.sum(), v.max()
     if rule == "capped":
@@ -89,7 +100,7 @@ def dense(accs: np.ndarray, **_) -> Expected:
 
 
 def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
-    """TopkA: everyone's top-k, added in the order of ranks."""
+    """TopkA: every worker's top-k, added in the order of ranks."""
     k = max(1, round(density * accs.shape[1]))
     delivered = np.zeros_like(accs)
     for worker, acc in enumerate(accs):
@@ -99,22 +110,26 @@ def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
 
 
 def parameter_server(accs: np.ndarray, *, staleness: int = 0, before: Sequence[np.ndarray] = (), **_) -> Expected:
-    """The root adds what arrives, in the order of ranks: of this step, or of one before (``before``, the last last)."""
+    """The root adds the vectors of this step, or of an earlier one, in the order of ranks.
+
+    ``before`` are the vectors of earlier steps, the latest at the end.
+    """
     arrives = [*(np.zeros_like(accs) for _ in range(staleness)), *before, accs][-1 - staleness]
     return Expected(_ordered_sum(arrives), arrives)
 
 
 def torus(accs: np.ndarray, *, gpus: int, **_) -> Expected:
-    """2D torus: workers of the same rank in their nodes have the same shard, and add theirs."""
+    """2D torus: workers with the same rank in their nodes have the same shard, and add theirs."""
     shard = math.ceil(accs.shape[1] / gpus)
     total = np.concatenate([accs[j::gpus, j * shard : (j + 1) * shard].sum(0, dtype=accs.dtype) for j in range(gpus)])
     return Expected(total, accs)
 
 
 def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:
-    """HiTopKComm, Algorithm 2 from line 5 on: top-k of each shard of a node's sum, added between the nodes.
+    """HiTopKComm, Algorithm 2 from line 5 on: the top-k of each shard of a node's sum, added.
 
-    ``accs`` of worker ``j`` of a node are its shard of the sum (lines 2 to 4), zeros elsewhere.
+    They are added between the nodes. The row of ``accs`` for worker ``j`` of a node is its shard
+    of the sum (lines 2 to 4), with zeros elsewhere.
     """
     n = accs.shape[1]
     shard = math.ceil(n / gpus)
@@ -127,9 +142,10 @@ def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:
 
 
 def hitopk_ms(accs: np.ndarray, *, density: float, gpus: int, delivered: np.ndarray, **_) -> Expected:
-    """HiTopKComm with MSTopK, which may choose among elements near the k-th magnitude: here, among those that tie.
+    """HiTopKComm with MSTopK, which may choose among elements near the k-th magnitude.
 
-    ``delivered`` is what was chosen, which this checks before it uses it: k of each shard, as large as the top-k's.
+    Here it may choose only among those that tie. ``delivered`` is what was chosen. This function
+    checks it before using it: it must be k elements of each shard, as large as the top-k.
     """
     shard = math.ceil(accs.shape[1] / gpus)
     for worker, acc in enumerate(accs):
@@ -142,10 +158,13 @@ def hitopk_ms(accs: np.ndarray, *, density: float, gpus: int, delivered: np.ndar
 
 
 def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndarray, **_) -> Expected:
-    """Gaussian-k: beyond a normal distribution's quantile, raised while over 4k/3 are, lowered until 3k/4 are.
+    """Gaussian-k: elements beyond a quantile of a normal distribution.
 
-    ``threshold`` are the workers' own thresholds, which this checks against its own before it uses them: a tie may hang
-    on the last bit. A threshold that differs by steps of a tenth must be excused by such a tie.
+    The threshold is raised while more than 4k/3 elements reach it, and lowered until 3k/4 do.
+
+    ``threshold`` are the workers' own thresholds. This function checks them against its own before
+    it uses them, because a tie may depend on the last bit. A threshold that differs by steps of a
+    tenth must be explained by such a tie.
     """
     k = max(1, round(density * accs.shape[1]))
     delivered = np.zeros_like(accs)
@@ -173,13 +192,16 @@ def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndar
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """The nearest float32 whose lower 16 bits are zero; of two, the one whose 17th is."""
+    """The nearest float32 whose lower 16 bits are zero; of two, the one whose 17th bit is zero."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def split_in_bfloat16(accs: np.ndarray, *, density: float, **_) -> Expected:
-    """SSAR_Split_AllGather with rounded values: each worker's own, and by the owner of a region their sum."""
+    """SSAR_Split_AllGather with rounding.
+
+    Each worker rounds its own values, and the owner of a region rounds their sum.
+    """
     workers, n = accs.shape
     delivered = np.zeros_like(accs)
     for worker, acc in enumerate(accs):
@@ -192,9 +214,10 @@ def split_in_bfloat16(accs: np.ndarray, *, density: float, **_) -> Expected:
 
 
 def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_) -> Expected:
-    """gTop-k, each worker's elements followed through the merges one by one: what is cut is cut from those it came of.
+    """gTop-k, which follows each worker's elements through the merges one by one.
 
-    In the published tree a worker that receives keeps what it cuts, of whomever it came.
+    What is cut is taken from the workers that it came from. In the published tree, the worker that
+    receives keeps all that it cuts.
     """
     workers, n = accs.shape
     k = max(1, round(density * n))
@@ -203,7 +226,8 @@ def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_)
         chosen = top_k(acc, k)
         sent[worker, chosen] = acc[chosen]
 
-    # Each group of workers that have met: what each of its members has put into the group's vector.
+    # For each group of workers that have met: what each member has contributed to the group's
+    # vector.
     groups = {worker: {worker: sent[worker].copy()} for worker in range(workers)}
     delivered = sent.copy()
 
@@ -212,7 +236,7 @@ def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_)
 
     def meet(a, b, keeper=None):
         whole = {**groups[a], **groups[b]}
-        # Integers are exact in any order; else the order is that of the pairs.
+        # Integers are exact in any order. Other numbers are added in the order of the pairs.
         kept = np.zeros(n, bool)
         kept[top_k(value(whole), k)] = True
         if keeper is not None:
@@ -244,7 +268,11 @@ def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_)
 
 
 class Compressed(NamedTuple):
-    """The outcome of one step of :func:`dgc`: shapes ``(n,)``, and ``(P, n)`` after the step."""
+    """The outcome of one step of :func:`dgc`.
+
+    The total has shape ``(n,)``. The velocity and the residual after the step have shape
+    ``(P, n)``.
+    """
 
     total: np.ndarray
     velocity: np.ndarray
@@ -260,7 +288,10 @@ def dgc(
     clip_norm: float = math.inf,
     factor_masking: bool = True,
 ) -> list[Compressed]:
-    """Deep Gradient Compression, Algorithm 4 (nesterov: 5), with exact top-k; the whole run, each shape ``(P, n)``."""
+    """Deep Gradient Compression, Algorithm 4 (nesterov: 5), with exact top-k.
+
+    It runs all steps; each gradient has shape ``(P, n)``.
+    """
     workers, n = gradients[0].shape
     u, v = np.zeros((workers, n)), np.zeros((workers, n))
     steps = []
@@ -269,7 +300,7 @@ def dgc(
         for worker, g in enumerate(gradient.astype(np.float64)):
             g = g * min(1, clip_norm / np.sqrt(workers) / max(np.linalg.norm(g), 1e-300))
             if nesterov:
-                # As printed: its u is momentum times the u of momentum SGD.
+                # As printed: this u is momentum times the u of momentum SGD.
                 u[worker] = momentum * (u[worker] + g)
                 v[worker] = v[worker] + u[worker] + g
             else:
@@ -281,8 +312,35 @@ def dgc(
             v[worker] *= ~mask
             if factor_masking:
                 u[worker] *= ~mask
-        # Ours is not yet multiplied.
+        # The library's u is not yet multiplied by momentum.
         steps.append(Compressed(total, u / momentum if nesterov else u.copy(), v.copy()))
+    return steps
+
+
+class Projected(NamedTuple):
+    """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the
+    step.
+    """
+
+    update: np.ndarray
+    residual: np.ndarray
+
+
+def powersgd(gradients: Sequence[np.ndarray], q: np.ndarray, subtract: str) -> list[Projected]:
+    """PowerSGD, Algorithms 1 and 2, of one matrix; the whole run, each of shape ``(P, m, n)``.
+
+    ``q`` is the right factor that it begins with. All that leaves this function depends on the
+    space that the columns of P span, and not on how they were made orthonormal.
+    """
+    residual, steps = np.zeros(gradients[0].shape), []
+    q = q.astype(np.float64)
+    for gradient in gradients:
+        acc = gradient.astype(np.float64) + residual
+        basis, _ = np.linalg.qr(np.mean(acc @ q, axis=0))
+        q = np.mean(acc.transpose(0, 2, 1) @ basis, axis=0)
+        update = basis @ q.T
+        residual = acc - (update if subtract == "mean" else basis @ (basis.T @ acc))
+        steps.append(Projected(update, residual))
     return steps
 
 
@@ -299,9 +357,9 @@ def oktopk(
 ) -> Expected:
     """Algorithm 1 of Ok-Topk with messages of at most ``ceil(k / P)`` elements in the split.
 
-    ``starts`` are the regions' first indices before the step. ``threshold`` is the global threshold of the
-    implementation, used in steps in which the algorithm does not say what it is (lines 9-12: reuse). ``selected``
-    replaces the exact local top-k.
+    ``starts`` are the regions' first indices before the step. ``threshold`` is the global
+    threshold of the implementation. It is used in steps in which the algorithm reuses a threshold
+    (lines 9-12). ``selected`` replaces the exact local top-k.
     """
     workers, n = accs.shape
     k = max(1, round(density * n))
@@ -337,7 +395,7 @@ def oktopk(
         magnitudes = np.sort(np.abs(reduced[candidates]))[::-1]
         threshold = magnitudes[k - 1] if len(magnitudes) >= k else 0.0
     chosen = candidates[np.abs(reduced[candidates]) >= threshold]
-    # More than the gathered parts hold, by ties, can't be delivered in one step.
+    # If ties give more elements than the gathered parts hold, one step can't deliver them all.
     exact = exact and len(chosen) <= share * workers
 
     delivered = np.zeros_like(accs)
@@ -348,9 +406,10 @@ def oktopk(
 
 
 def a2sgd(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Algorithm 1 of A2SGD, lines 3 to 7, on gradients of shape ``(P, n)``, each with means of its own.
+    """Algorithm 1 of A2SGD, lines 3 to 7, on gradients of shape ``(P, n)``.
 
-    By equation 2 and line 6 as they are printed, but that zeros, where no element is positive, stay.
+    Each leaf has means of its own. It follows equation 2 and line 6 as printed, except that zeros
+    stay zero if no element is positive.
     """
     updates = []
     for gradients in leaves:

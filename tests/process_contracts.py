@@ -50,7 +50,10 @@ def test_batches(rank: int, mesh: Mesh, step: jsparse.TrainStep):
 
 
 def test_beginnings(rank: int, mesh: Mesh, step: jsparse.TrainStep):
-    """All begin with the same, or are told what differs; global arrays and NaNs are taken as they are."""
+    """All begin with the same values, or are told what differs.
+
+    Global arrays and NaNs are taken as they are.
+    """
     with pytest.raises(ValueError, match=r"different values of \[0\]\['w'\]; all begin"):
         step.init(params(seed=rank))
     with pytest.raises(ValueError, match=r"different values of \['w'\]; all begin"):

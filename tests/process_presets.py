@@ -1,4 +1,6 @@
-"""Trains with some presets, over the processes of ``processes.start`` or in one, and keeps what comes of it.
+"""Trains with some presets, in one process or several, and saves the results.
+
+Several processes are those of ``processes.start``.
 
 ``process_presets.py DIRECTORY NAME ...``: each process writes what it ends with there.
 """
@@ -32,7 +34,8 @@ class Case:
     Attributes:
       make: makes it for an axis, or two.
       options: of ``train_step``.
-      floats: whether to train on others than whole numbers: its sums have the same order in any number of processes.
+      floats: whether to train on others than whole numbers: its sums have the same order in any
+        number of processes.
       exact: whether sums are alike to the bit.
       two_levels: whether it is over two axes.
       explicit: whether the mesh's axes are explicit.
@@ -81,7 +84,10 @@ def make_mesh(case: Case) -> tuple[Mesh, str | tuple[str, ...]]:
 
 
 def train(case: Case, mesh: Mesh, axis: str | tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Some steps of this process's examples; what all processes end with, and this one's residuals."""
+    """Trains for some steps on this process's examples.
+
+    Returns what all processes end with, and this process's residuals.
+    """
     workers, rank, count = mesh.devices.size, jax.process_index(), jax.process_count()
     own = slice(rank * workers * EACH // count, (rank + 1) * workers * EACH // count)
     tx = optax.chain(case.make(axis), optax.sgd(0.5))

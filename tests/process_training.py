@@ -1,7 +1,9 @@
-"""A run that is interrupted: ``process_training.py DIRECTORY STEPS`` trains, saves every step, and goes on from there.
+"""A run that is interrupted, and goes on from its last checkpoint.
 
-At the end it does the same once more, from the beginning, without a break; what comes of both is in
-``DIRECTORY/RANK.npz``. Without steps it trains until it is killed, and saves nothing.
+``process_training.py DIRECTORY STEPS`` trains, and saves every step.
+
+At the end it does the same once more, from the beginning, without a break; what comes of both is
+in ``DIRECTORY/RANK.npz``. Without steps it trains until it is killed, and saves nothing.
 """
 
 import pathlib
@@ -33,7 +35,7 @@ def share(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make() -> tuple[jsparse.TrainStep, jsparse.TrainState]:
-    """With something for each worker before the all-reduce, in it, and something for all behind it."""
+    """A chain with state per worker before the all-reduce and in it, and a shared one after."""
     tx = optax.chain(
         jsparse.per_worker(optax.trace(0.9)), jsparse.oktopk(AXIS, density=0.05, tau_threshold=4), optax.adam(1e-2)
     )

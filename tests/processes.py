@@ -1,7 +1,8 @@
 """Several processes of one script on this machine, joined by ``jax.distributed``.
 
-A test starts them by :func:`start` or :func:`run`; the script begins with ``processes.join()``. They are killed when
-the ``with`` block ends, whatever happens; and by Linux, should this process die.
+A test starts them by :func:`start` or :func:`run`. The script begins with ``processes.join()``.
+The processes are killed when the ``with`` block ends, in any case. Linux kills them if this
+process dies.
 """
 
 import contextlib
@@ -21,20 +22,21 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 TESTS = pathlib.Path(__file__).parent
-# Seconds. A process that is alive sends a heartbeat long before, however busy the machine is.
+# In seconds. A living process sends a heartbeat long before this, even on a busy machine.
 HEARTBEAT, SHUTDOWN = 10, 20
 PR_SET_PDEATHSIG = 1
-# Tracing makes millions of objects, nearly all of which go without the collector: it would take a twelfth of the time.
+# Thresholds of the garbage collector. Tracing makes millions of objects, and nearly all of them
+# are freed without the collector, which would take a twelfth of the time.
 GARBAGE = 100_000, 50, 100
 
 
 class Process:
-    """One of them.
+    """One of the processes.
 
     Attributes:
-      rank: which.
+      rank: its rank.
       popen: the process, the first of its group.
-      output: where it writes stdout and stderr.
+      output: the file to which it writes stdout and stderr.
     """
 
     def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], output: pathlib.Path):
@@ -50,7 +52,7 @@ class Process:
             )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to it and to what it has started."""
+        """Sends a signal to the process and to all processes that it has started."""
         kill_group(self.popen.pid, number)
 
     @property
@@ -61,7 +63,10 @@ class Process:
 
 @contextlib.contextmanager
 def start(script: str, processes: int, *arguments: str | os.PathLike[str], devices: int = 1) -> Iterator[list[Process]]:
-    """Starts a script of this directory in so many processes, each with so many CPU devices; kills them at the end."""
+    """Starts a script of this directory in several processes, and kills them at the end.
+
+    Each process has ``devices`` CPU devices.
+    """
     environment = os.environ | {
         "JSPARSE_COORDINATOR": f"127.0.0.1:{free_port()}",
         "JSPARSE_PROCESSES": str(processes),
@@ -86,21 +91,23 @@ def start(script: str, processes: int, *arguments: str | os.PathLike[str], devic
 
 
 def wait(started: Sequence[Process], seconds: float) -> list[int]:
-    """Waits for all to end, and returns their exit statuses.
+    """Waits until all processes have ended, and returns their exit statuses.
 
     Raises:
-      TimeoutError: some did not.
+      TimeoutError: some have not ended in time.
     """
     until(lambda: all(process.popen.poll() is not None for process in started), started, seconds, "end")
     return [process.popen.wait() for process in started]
 
 
 def until(true: Callable[[], bool], started: Sequence[Process], seconds: float, what: str = "get there") -> None:
-    """Waits until something is true.
+    """Waits until a condition is true.
+
+    Both errors contain what the processes have written.
 
     Raises:
-      RuntimeError: they have all ended, and it is not.
-      TimeoutError: it is not after so many seconds. Both with what the processes have written.
+      RuntimeError: all processes have ended, and the condition is not true.
+      TimeoutError: the condition is not true in time.
     """
     end = time.monotonic() + seconds
     while not true():
@@ -117,8 +124,8 @@ def run(
     """Runs a script to its end in all processes, and returns what each has written.
 
     Raises:
-      RuntimeError: one of them failed.
-      TimeoutError: they did not end in so many seconds.
+      RuntimeError: a process failed.
+      TimeoutError: the processes did not end in time.
     """
     with start(script, processes, *arguments, devices=devices) as started:
         if any(wait(started, seconds)):
@@ -131,7 +138,7 @@ def written(started: Sequence[Process]) -> str:
 
 
 def kill_group(leader: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal to a process that began a session, and to what it has started."""
+    """Sends a signal to a process that began a session, and to all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, number)
 
@@ -143,7 +150,7 @@ def free_port() -> int:
 
 
 def join() -> int:
-    """In the script: joins the others, and returns this process's rank."""
+    """In the script: joins the other processes, and returns this process's rank."""
     gc.set_threshold(*GARBAGE)
     with contextlib.suppress(OSError, AttributeError):  # Linux only.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

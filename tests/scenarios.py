@@ -1,4 +1,4 @@
-"""Gradients to run into: sequences of vectors of shape ``(P, N)``, integers stored in floats."""
+"""Gradients that test algorithms: sequences of vectors of shape ``(P, N)``, integers in floats."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ Scenario = Callable[[int, np.random.Generator], Iterator[np.ndarray]]
 
 
 def ordinary(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Many magnitudes, a third zero, larger towards the end."""
+    """Many magnitudes; a third of the elements is zero; larger towards the end."""
     while True:
         scale = np.linspace(1, 20, N).astype(int)
         yield rng.integers(-50, 51, (size, N)) * (rng.random((size, N)) < 0.7) * scale
@@ -23,19 +23,19 @@ def zeros(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
 
 
 def constant(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """All magnitudes equal: every selection is decided by ties, and every buffer overflows."""
+    """All magnitudes are equal: ties decide every selection, and every buffer overflows."""
     while True:
         yield np.ones((size, N))
 
 
 def few_values(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Ties everywhere, sums that cancel."""
+    """Few values: there are ties everywhere, and sums cancel."""
     while True:
         yield rng.integers(-2, 3, (size, N))
 
 
 def layered(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """One stretch a thousand times larger than the rest."""
+    """One stretch is a thousand times larger than the rest."""
     while True:
         gradient = rng.integers(-9, 10, (size, N))
         gradient[:, 300:340] *= 1000
@@ -49,7 +49,10 @@ def disjoint(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
 
 
 def disjoint_constant(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """No two workers have an index in common, and all magnitudes are equal: P k elements tie for k places."""
+    """No two workers have an index in common, and all magnitudes are equal.
+
+    So P k elements tie for k places.
+    """
     while True:
         yield (np.arange(N) % size == np.arange(size)[:, None]) * np.ones((size, N))
 
@@ -61,7 +64,7 @@ def alike(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
 
 
 def one_region(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Everything that matters lies in the first region, and moves to the last."""
+    """All large elements lie in the first region in one step, and in the last in the next."""
     where = 0
     while True:
         gradient = rng.integers(-1, 2, (size, N))
@@ -71,7 +74,7 @@ def one_region(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
 
 
 def uneven(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """The first worker has next to nothing, the last has everything a hundredfold."""
+    """The first worker has almost nothing, and the last has values a hundred times larger."""
     while True:
         gradient = rng.integers(-9, 10, (size, N))
         gradient[-1] *= 100
@@ -106,7 +109,7 @@ def take(name: str, size: int, steps: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def mixed(size: int, scale: int = 1) -> list[np.ndarray]:
-    """Some of each: whole numbers, a gradient that is not finite, and numbers that are rounded when they are summed."""
+    """Some of each: integers, a gradient that is not finite, and numbers with rounded sums."""
     whole = [scale * gradient for gradient in take("ordinary", size, 3) + take("one_region", size, 2)]
     spoilt = whole[0].copy()
     spoilt[size // 2, 700] = np.nan

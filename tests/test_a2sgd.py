@@ -41,7 +41,9 @@ def test_the_papers_example():
 
 @pytest.mark.parametrize("row, size", [case(row, row.usual_size) for row in ROWS if row.preset == "a2sgd"])
 def test_gradients_of_any_scale(row: Row, size: int):
-    """Twenty random steps: what is mostly positive, mostly negative, mostly zero, large and small."""
+    """Twenty random steps: what is mostly positive, mostly negative, mostly zero, large and
+    small.
+    """
     rng = np.random.default_rng(size)
     state, update = transports.workers(row, size)
     for _ in range(20):
@@ -71,7 +73,9 @@ def test_equal_gradients_are_the_dense_mean():
 
 
 def test_what_moves_has_the_shared_mean():
-    """On each worker the elements that reach their mean move together; the others, and zeros, stay."""
+    """On each worker the elements that reach their mean move together; the others, and zeros,
+    stay.
+    """
     rng = np.random.default_rng(1)
     grads = rng.integers(-20, 21, (4, 300)).astype(np.float32)
     got = simulate(list(grads))
@@ -116,7 +120,7 @@ def test_a_sum_that_is_not_finite_is_told():
 
 
 def test_types():
-    """Means of narrow leaves are float32, of double ones float64; updates have the leaves' types."""
+    """Means of narrow leaves are float32, of double ones float64. Updates keep the leaves' types."""
     rng = np.random.default_rng(2)
     flat = rng.standard_normal((3, 4000))
     for dtype, rtol in [(jnp.bfloat16, 1e-2), (jnp.float16, 2e-3)]:
@@ -137,7 +141,9 @@ def test_types():
 
 @pytest.mark.full
 def test_long_gradients():
-    """VGG-16's: means in float32 to seven digits, no array as long beside the gradient, counts beyond int32."""
+    """VGG-16's: means in float32 to seven digits, no array as long beside the gradient, counts
+    beyond int32.
+    """
     n = 14_728_266
     gradient = np.random.default_rng(3).standard_normal(n, np.float32) + np.float32(0.5)
     tx = jsparse.a2sgd(AXIS)
@@ -214,7 +220,9 @@ def make(*members, mesh=None, **kwargs):
 @pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_local_momentum_sgd_by_hand(checked: bool, micro_batches: int):
-    """No all-reduce at all: each worker trains on its share; every third step they agree, and go on."""
+    """No all-reduce at all: each worker trains on its share; every third step they agree, and go
+    on.
+    """
     step = make(optax.sgd(0.1, momentum=0.9), check_vma=checked, micro_batches=micro_batches)
     state = step.init(params())
     own = [params() for _ in range(SIZE)]
@@ -251,7 +259,9 @@ def test_local_momentum_sgd_by_hand(checked: bool, micro_batches: int):
 
 
 def test_a2sgd_in_a_step():
-    """The whole step against the oracle: updates, momentum after them, each worker's own parameters; what is sent."""
+    """The whole step against the oracle: updates, momentum after them, each worker's own
+    parameters; what is sent.
+    """
     mesh = transports.mesh(SIZE)
     step = make(jsparse.a2sgd(AXIS), optax.sgd(0.1, momentum=0.9))
     state = step.init(params())
@@ -357,7 +367,9 @@ def test_a_checkpoint_keeps_every_replica(tmp_path):
 
 
 def test_your_own_loop():
-    """Parameters and the whole state per worker, under both settings of check_vma; synchronised inside."""
+    """Parameters and the whole state per worker, under both settings of check_vma; synchronised
+    inside.
+    """
     mesh = transports.mesh(SIZE)
     tx = jsparse.per_worker(optax.chain(jsparse.a2sgd(AXIS), optax.adam(0.01)))
     results = []
@@ -484,7 +496,9 @@ def test_other_wrong_uses_are_refused():
 
 @pytest.mark.full
 def test_it_trains_nearly_as_well_as_dense():
-    """Digits, 4 workers, momentum, agreeing after each of eight epochs: final mean parameters on unseen images."""
+    """Digits, 4 workers, momentum, agreeing after each of eight epochs: final mean parameters on
+    unseen images.
+    """
     digits = load_digits()
     x, y = np.float32(digits.data / 16), np.int32(digits.target)
     rng = np.random.default_rng(0)

@@ -51,7 +51,7 @@ def vectors(sets, dtype=np.float32, k: int = K, n: int = LENGTH):
 
 
 def overlapping(share: float, size: int = P) -> list[np.ndarray]:
-    """K indices a worker: of each, the same part of them is everyone's, and the rest nobody else's."""
+    """K indices for each worker: the part ``share`` is the same on all, the rest its own."""
     shuffled = np.random.default_rng(1).permutation(LENGTH)
     common = round(share * K)
     own = K - common
@@ -61,7 +61,7 @@ def overlapping(share: float, size: int = P) -> list[np.ndarray]:
 @pytest.mark.parametrize("overlap", quick([1.0, 0.75, 0.5, 0.25, 0.0], 0.5))
 @pytest.mark.parametrize("allreduce", SPARCML[:2], ids=["recursive_doubling", "split_allgather"])
 def test_messages_follow_the_data(allreduce, overlap: float):
-    """At most 1.5 times what the busiest worker would send if each message had just its own length."""
+    """At most 1.5 times what the busiest worker would send in messages of exact length."""
     sets = [set(s.tolist()) for s in overlapping(overlap)]
     words = int(reduction(allreduce)(*vectors([sorted(s) for s in sets]))[1][0])
     if isinstance(allreduce, SsarRecursiveDoubling):
@@ -76,7 +76,10 @@ def test_messages_follow_the_data(allreduce, overlap: float):
 
 
 def test_unequal_regions_are_balanced_before_they_are_gathered():
-    """All elements lie in one worker's region: gathered as they are, every message would be as long as its."""
+    """All elements lie in one worker's region.
+
+    If they were gathered unbalanced, every message would be as long as that region's.
+    """
     sets = [np.arange(w, LENGTH // P, 8)[:K] for w in range(P)]
     totals, words = reduction(SsarSplitAllGather())(*vectors(sets))
     union = P * K
@@ -137,7 +140,7 @@ def test_delta_is_where_pairs_take_as_much_as_values():
 
 @pytest.mark.full
 def test_it_goes_dense_when_the_data_fill_it():
-    """One executable: indices that are alike stay sparse; those that are not go dense, in the last message."""
+    """One executable: equal indices stay sparse, others go dense in the last message."""
     n = 1000
     shuffled = np.random.default_rng(3).permutation(n)
 
@@ -167,7 +170,10 @@ def test_it_goes_dense_when_the_data_fill_it():
     ],
 )
 def test_the_published_put_back_loses_mass_and_the_exact_one_none(row: Row, size: int):
-    """An index cut in an inner round comes back through another pair: Algorithm 4 neither sends nor keeps it."""
+    """An index that is cut in an inner round comes back through another pair.
+
+    Algorithm 4 neither sends nor keeps the element that was cut.
+    """
     gradients = scenarios.take("ordinary", size, 6)
     published = functools.partial(jsparse.gtopk, put_back="paper", **row.oracle_args)
     paper = dataclasses.replace(row, make=lambda comm, density: published(comm, density=density))

@@ -165,7 +165,7 @@ def loss_fn(params, x):
 
 @pytest.mark.parametrize("tx", [jsparse.oktopk(AXIS, density=0.5), jsparse.dense(AXIS)], ids=["oktopk", "dense"])
 def test_gradients_already_summed(tx):
-    """Under shard_map with check_vma=True, jax.grad has summed the gradient of replicated parameters over workers."""
+    """Under ``check_vma=True``, jax.grad sums the gradient of replicated parameters."""
     mesh, params = transports.mesh(2), {"w": jnp.arange(3.0)}
     state = jsparse.init(tx, params, mesh, AXIS)
     specs = jsparse.state_specs(state, AXIS)

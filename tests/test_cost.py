@@ -19,7 +19,8 @@ LONG = {"w": (3000, 4001), "b": (2_725_263,)}
 GTOPK_CLUSTER = (0.436e-3, 3.6e-8)  # gTop-k, Figure 8: seconds a message, and an element.
 
 
-# Where a row has many sizes, some, and the others with the slow tests: one worker, a power of two, and others.
+# Where a row has many sizes, some, and the others with the slow tests: one worker, a power of two,
+# and others.
 OFTEN = (1, 3, 7, 16)
 CASES = [
     case(row, size, slow=len(row.sizes) > 3 and size not in some(row, *OFTEN)) for row in ROWS for size in row.sizes
@@ -61,7 +62,10 @@ def test_nothing_to_send():
 
 
 def test_models_stay_near_what_is_sent():
-    """The models leave the exchanges of a few words out; Ok-Topk's is of messages as long as their contents."""
+    """The models leave out the exchanges of a few words.
+
+    Ok-Topk's model has messages that are as long as their contents.
+    """
     n, k, size = 10_000_000, 100_000, 16
     for name, kwargs in [("dense", {}), ("topk_allgather", {"density": 0.01}), ("oktopk", {"density": 0.01})]:
         model = cost.predict(name, n, k, size, 0, 1)
@@ -71,7 +75,10 @@ def test_models_stay_near_what_is_sent():
 
 
 def published(n: int, k: int, P: int) -> dict[str, tuple[float, tuple[float, ...]]]:
-    """Messages; words at best and at worst: Ok-Topk Table 1; thesis Table 3.1, with 2 words an item and 1 of N."""
+    """Messages, and words at best and at worst.
+
+    From Ok-Topk, Table 1, and from the thesis, Table 3.1, with 2 words an item and 1 of N.
+    """
     log, part = math.log2(P), (P - 1) / P
     return {
         "dense": (2 * log, (2 * n * part, 2 * n * part)),
@@ -169,8 +176,8 @@ def test_two_levels():
         (lambda name, **kwargs: cost.predict(name, n, k, 16, 1, 1, **kwargs).expected.seconds),
         {"node": inner},
     )
-    # Rings cross a node's link once; in an all-to-all 12 of 15 words of each of its 4 workers do; in a butterfly the
-    # words of all rounds but the first two.
+    # Rings cross a node's link once; in an all-to-all 12 of 15 words of each of its 4 workers do;
+    # in a butterfly the words of all rounds but the first two.
     assert flat("dense", **shared) == flat("dense")
     assert flat("topk_allgather", **shared) == flat("topk_allgather")
     assert flat("gtopk", **shared) == pytest.approx(4 + 2 * k * 2 * 4)
@@ -202,16 +209,23 @@ SIZES = [million * 1_000_000 for million in (1, 10, 25, 50, 100)]
 
 @pytest.mark.parametrize("n", [14_728_266, 269_722, 61_100_840, 25_557_032], ids=["VGG", "ResNet-20", "AlexNet", "50"])
 def test_gtopks_table_4(n: int):
-    """Throughput on 32 workers at 1 Gbit/s, whatever the computing takes: gTop-k over Top-k over dense."""
+    """Throughput on 32 workers at 1 Gbit/s: gTop-k above Top-k above dense.
+
+    This holds for any time of computing.
+    """
     times = [seconds(name, n, elements_kept(0.001, n), 32) for name in ("gtopk", "topk_allgather", "dense")]
     assert times == sorted(times)
-    # The published tree has twice the messages: on the smallest model they decide, and the model says so.
+    # The published tree has twice the messages: on the smallest model they decide, and the model
+    # says so.
     assert (seconds("gtopk_tree", n, elements_kept(0.001, n), 32) < times[1]) == (n > 1_000_000)
 
 
 @pytest.mark.parametrize("network", [cost.link(1, 50), cost.link(25, 10), cost.link(82, 1.5)])
 def test_oktopks_figure_12(network: tuple[float, float]):
-    """BERT, density 1 %: at 256 workers TopkA and Gaussiank cost more than dense, Ok-Topk the least of Table 1."""
+    """BERT, density 1 %: Ok-Topk costs the least of Table 1.
+
+    At 256 workers, TopkA and Gaussiank cost more than dense.
+    """
     n, k = 133_547_324, 1_335_473
     for name in ("topk_allgather", "gaussiank"):
         assert seconds(name, n, k, 32, network) < seconds("dense", n, k, 32, network)

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: against the paper's algorithm step by step, and against momentum SGD."""
+"""Deep Gradient Compression, against the paper's algorithm and against momentum SGD."""
 
 import functools
 
@@ -66,7 +66,10 @@ def test_density_1_is_momentum_sgd(nesterov: bool, dense_below: int):
 
 
 def test_what_waited_is_not_pushed_further():
-    """Factor masking: an element of constant gradient arrives with what it gathered since it last did, and no more."""
+    """Factor masking: an element arrives with what it gathered since its last delivery only.
+
+    Its gradient is constant.
+    """
     for masking, arrives in ((True, 1.0), (False, 1.5)):
         state, update = transports.workers(dgc(density=1 / N, momentum=0.5, factor_masking=masking), SIZE)
         gradient = np.zeros((SIZE, N), np.float32)
@@ -78,7 +81,10 @@ def test_what_waited_is_not_pushed_further():
 
 @pytest.mark.parametrize("power", quick([1, 1e25, 1e-30], 1))
 def test_a_worker_clips_its_own_gradient(power: float):
-    """To ``clip_norm / sqrt(P)``, the leaves together, whatever overflows when it is squared; smaller ones pass."""
+    """To ``clip_norm / sqrt(P)``, all leaves together, even if their squares overflow.
+
+    Smaller gradients pass.
+    """
     state, update = transports.workers(dgc(density=1.0, momentum=0.0, clip_norm=2.0 * power), SIZE)
     gradient = np.zeros((SIZE, N), np.float32)
     gradient[0, :400] = 3 * power

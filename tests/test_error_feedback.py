@@ -30,7 +30,7 @@ def row(feedback, levels: bool) -> Row:
 
 
 def run(feedback, levels: bool, steps: int = 5, bad: int | None = None):
-    """Yields ``(acc, total, residual)``, each summed over the workers, and with it the residuals."""
+    """Yields ``(acc, total, residual)``, each summed over the workers, and the residuals."""
     state, update = transports.workers(row(feedback, levels), SIZE)
     before = np.zeros(N)
     for number, gradient in enumerate(scenarios.take("ordinary", SIZE, steps)):
@@ -54,7 +54,10 @@ def test_decay_keeps_a_part_of_what_is_left(subtract: str, levels: bool):
 
 @pytest.mark.parametrize("levels", quick([False, True], False))
 def test_the_mean_loses_nothing_and_spreads_the_residuals(levels: bool):
-    """Each worker subtracts the update, ``total / P``: other residuals than its own share leaves, the same sum."""
+    """Each worker subtracts the update, ``total / P``.
+
+    So residuals differ from those that its own share leaves, and their sum is the same.
+    """
     local = list(run(True, levels, steps=1))
     mean = list(run(jsparse.ErrorFeedback(subtract="mean"), levels))
     assert (mean[0][3] != local[0][3]).any()

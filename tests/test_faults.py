@@ -22,7 +22,10 @@ STEPS = 20
     ],
 )
 def test_the_others_end_with_an_error_in_bounded_time(victim: int, number: signal.Signals):
-    """Killed, it closes its connections and they notice at once; frozen, after the heartbeat's timeout."""
+    """The others notice a killed process at once, since it closes its connections.
+
+    They notice a frozen process after the heartbeat's timeout.
+    """
     with processes.start("process_training.py", 3, "") as started:
         processes.until(lambda: all("step 3" in p.text for p in started), started, 480, "train")
         started[victim].kill(number)
@@ -35,7 +38,7 @@ def test_the_others_end_with_an_error_in_bounded_time(victim: int, number: signa
 
 @pytest.mark.full
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path: pathlib.Path):
-    """Killed between two checkpoints, and then in the midst of writing one; each time it is started again."""
+    """Killed between two checkpoints, then while it writes one; each time it starts again."""
     arguments = "process_training.py", 2, tmp_path, STEPS
     with processes.start(*arguments, devices=2) as started:
         processes.until(lambda: saved(tmp_path)[1:] and reached(started) >= 5, started, 480, "save some steps")

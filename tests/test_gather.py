@@ -30,7 +30,10 @@ def gather(size: int, balance_above: float):
 
 
 def parts_of(counts, rng):
-    """Each worker's elements, as padded buffers: each has a region, and they stand in the order of ranks."""
+    """Each worker's elements, as padded buffers. Each worker has a region.
+
+    The regions are in the order of ranks.
+    """
     pool = np.sort(rng.permutation(N)[: counts.sum()])
     values, indices = np.zeros((len(counts), CAPACITY), np.float32), np.full((len(counts), CAPACITY), N, np.int32)
     for worker, count in enumerate(counts):
@@ -70,7 +73,8 @@ def test_everything_that_fits_arrives(name: str, size: int, balance_above: float
         if counts.sum() <= SHARE * size:
             np.testing.assert_array_equal(arrived, mine)
         else:
-            # At least nine tenths of the room is used, but for what rounding leaves over on each worker.
+            # At least nine tenths of the room is used, but for what rounding leaves over on each
+            # worker.
             assert len(arrived) >= 0.9 * SHARE * size - size
 
 

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pathlib
 import pkgutil
@@ -18,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import kernels_pallas
+from algorithms import ROWS
+from jsparse._presets import files
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Bottom to top: a module imports from its own folder, and from the folders above it in this list.
@@ -140,7 +143,7 @@ def test_comm_names_collectives():
 
 @pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
 def test_public_packages_leak_no_names(package):
-    """What a package has without an underscore is in its ``__all__``, or one of its own modules."""
+    """A name without an underscore is in the package's ``__all__``, or is one of its modules."""
     assert sorted(package.__all__) == list(dict.fromkeys(sorted(package.__all__)))
     assert set(package.__all__) <= set(dir(package))
     files = {found.name for found in pkgutil.iter_modules(package.__path__)}
@@ -272,3 +275,27 @@ def test_the_rest_of_the_readme(capsys):
 def test_links_lead_somewhere(page: str):
     for target in links(page):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/algorithms.md"])
+def test_tables_say_what_the_rows_say(page: str):
+    """``make tables`` writes them."""
+    assert tables().written(page) == (ROOT / page).read_text()
+
+
+def test_every_preset_has_a_row_and_a_section():
+    named = [name for row in ROWS for name in tables().named(row)]
+    assert len(named) == len(set(named))
+    assert set(named) == set(files.presets()) - {"sparse_allreduce"}
+    headings = re.findall(r"^##+ (.*)$", (ROOT / "docs/algorithms.md").read_text(), flags=re.M)
+    sections = {name for heading in headings for name in re.split(r"[, ]+", heading)}
+    assert set(named) <= sections

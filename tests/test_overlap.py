@@ -1,4 +1,6 @@
-"""What may overlap with what: read off the traced program, and off what XLA compiles for eight GPUs without one.
+"""What may overlap with what, in the traced program and in the compiled one.
+
+XLA compiles it for eight GPUs, without having one.
 
 The latter needs JAX's CUDA plugin, and no GPU; docs/extending.md says how to install it.
 """
@@ -21,7 +23,8 @@ from gpus import devices, needs_plugin
 from jsparse._comm.traffic import COLLECTIVES
 
 AXIS = "workers"
-# From the backward pass's point of view the last is the first. Equal sizes would be fused together.
+# From the backward pass's point of view the last is the first. Equal sizes would be fused
+# together.
 WIDTHS = (128, 160, 192, 224, 128)
 PRESETS = {
     "dense": lambda: jsparse.dense(AXIS, bucket_bytes=1),
@@ -55,7 +58,8 @@ def test_a_message_waits_only_for_the_gradients_of_its_bucket_and_those_before(p
         if eqn.primitive.name in COLLECTIVES and gradients:
             first.setdefault(gradients, len(needs) - len(gradients))
     assert list(first) == [{2}, {1, 2}, {0, 1, 2}]
-    # Ok-Topk's regions are found in a branch; its predecessors' other branches it does not wait for.
+    # Ok-Topk's regions are found in a branch; its predecessors' other branches it does not wait
+    # for.
     assert list(first.values()) == ([1, 2, 3] if preset == "oktopk" else [0, 0, 0])
 
 
@@ -88,7 +92,7 @@ class Program:
                 self.ancestors[name] = inputs.union(*(self.ancestors.get(i, frozenset()) for i in inputs))
 
     def messages(self, kind: str) -> list[tuple[Op, list[Op]]]:
-        """Asynchronous collectives of a kind, each with what stands between its start and its end."""
+        """Asynchronous collectives of a kind, each with the operations between start and end."""
         result = []
         for i, op in enumerate(self.ops):
             if op.kind == f"{kind}-start":
@@ -162,7 +166,8 @@ def test_oktopk_buckets_overlap_with_each_other_except_in_branches():
     exchanges = program.messages("all-to-all")
     assert len(exchanges) == len(WIDTHS) - 1
     for i, (exchange, _) in enumerate(exchanges):
-        # A bucket's own regions and its predecessors', and none of the branches in which results are gathered.
+        # A bucket's own regions and its predecessors', and none of the branches in which results
+        # are gathered.
         assert 1 <= program.needed(exchange, lambda op: op.kind == "conditional") <= i + 1
     assert any(op.kind == "fusion" for _, meanwhile in exchanges for op in meanwhile)
     # What is gathered in a branch begins and ends there.

@@ -1,4 +1,4 @@
-"""A run in phases: each as by itself, nothing lost where one follows another, one program for all."""
+"""A run in phases: each phase is as by itself, nothing is lost, and there is one program."""
 
 import functools
 
@@ -51,7 +51,7 @@ def in_phases(*stages: jsparse.SparseAllReduce, **kwargs) -> jsparse.SparseAllRe
 
 
 def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
-    """A phase's transformation by itself, as it begins: with the residual and the velocity of the run."""
+    """A phase's transformation by itself, with the residual and the velocity of the run."""
     fresh = jax.jit(jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS))(jnp.arange(SIZE))
     own = like.buckets[0]
     bucket = fresh.buckets[0]._replace(memory=own.memory)
@@ -60,7 +60,10 @@ def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
 
 @pytest.mark.parametrize("name", quick(RUNS, "dense, sparse, sparse"))
 def test_each_phase_is_as_by_itself(name: str):
-    """The same bits as its transformation alone, the state handed over; and nothing is lost, at boundaries neither."""
+    """Each phase gives the same bits as its transformation alone on the same state.
+
+    Nothing is lost, not even at boundaries.
+    """
     stages = RUNS[name]
     state, update = transports.workers(row(name), SIZE)
     by_itself, expected = None, None
@@ -133,7 +136,10 @@ def test_a_bad_step_at_a_boundary(boundary: int):
 
 @pytest.mark.full
 def test_one_phase_runs_not_all():
-    """Under vmap, too, the agreed step keeps the choice a branch, which holds all but the opening exchange."""
+    """Under vmap, too, the agreed step chooses one branch.
+
+    The branch holds all exchanges but the opening one.
+    """
     tx = RUNS["dense, sparse, sparse"]
     state, _ = transports.workers(row("dense, sparse, sparse"), SIZE)
     local = jax.tree.map(lambda x: x[0], state)

@@ -44,7 +44,10 @@ def in_one_process(name: str, workers: int) -> dict[str, np.ndarray]:
     ids=lambda value: f"{len(value)} presets" if isinstance(value, list) else None,
 )
 def test_every_process_ends_as_one_process_does(count: int, devices: int, names: list[str], tmp_path: pathlib.Path):
-    """To the bit: whole numbers, and floats in sums that have an order. (Of the loss it is the transport's.)"""
+    """Integers, and floats in sums that have an order, have the same bits.
+
+    The order of the loss's sum is that of the transport.
+    """
     processes.run("process_presets.py", count, tmp_path, *names, devices=devices)
     found = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(count)]
     for name in names:

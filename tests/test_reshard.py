@@ -32,7 +32,10 @@ def pending(state) -> np.ndarray:
 
 
 def steps(tx, on: Mesh, axis, state, gradients, check_vma: bool = True):
-    """Updates with these gradients of all workers, shape ``(steps, P, n)``: their sum, and the state after them."""
+    """Updates with gradients of all workers, shape ``(steps, P, n)``.
+
+    Returns the sum of the updates, and the state after them.
+    """
     specs = jsparse.state_specs(state, axis)
 
     def local(grads, state):
@@ -78,7 +81,8 @@ def test_sums_are_kept(old: int, new: int):
     assert representable.sum() > 20
     np.testing.assert_array_equal(sums[representable], wanted[representable])
     np.testing.assert_allclose(sums, wanted, atol=1e-7 * np.abs(numbers).max() * new)
-    # Balanced: no worker has more than the largest of those it replaces, but for rounding to whole numbers.
+    # Balanced: no worker has more than the largest of those it replaces, but for rounding to whole
+    # numbers.
     assert (np.abs(dealt) <= np.abs(numbers).max(0) + 1).all()
 
     floats = rng.standard_normal((old, 200)).astype(np.float32)
@@ -97,7 +101,7 @@ def test_what_is_not_finite_stays_where_it_is():
 
 @pytest.mark.full
 def test_a_run_on_8_then_4_then_6_workers_then_1():
-    """Nothing is lost: what the gradients' means add up to is in the updates and in the residuals."""
+    """Nothing is lost: the gradients' means are in the updates and in the residuals."""
     rng = np.random.default_rng(0)
     tx = jsparse.topk_allgather(AXIS, density=0.05)
     state, given, applied, taken = jsparse.init(tx, PARAMS, mesh(8), AXIS), np.zeros(WIDTH), np.zeros(WIDTH), 0
@@ -237,7 +241,7 @@ def test_replicas_that_differ():
 
 @pytest.mark.parametrize("target", [True, False])
 def test_a_checkpoint_of_other_workers(tmp_path, target: bool):
-    """Saved by 8 workers, restored by 3: as it was, or in the dicts that orbax makes of it by itself."""
+    """Saved by 8 workers, restored by 3: with its types, or as the dicts of orbax."""
     tx = optax.chain(
         jsparse.per_worker(optax.trace(0.5)),
         jsparse.phases(((1, jsparse.dense(AXIS)), jsparse.dgc(AXIS, density=0.05))),
@@ -302,7 +306,8 @@ def test_axes_and_nodes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="the axes between nodes first"):
         jsparse.reshard(tx, state, PARAMS, nodes(2, 4), LEVELS[::-1])
     jsparse.reshard(tx, state, PARAMS, nodes(2, 4), LEVELS)
-    # So short that of 12 workers a shard is as long in nodes of three as of four: the state says which they were.
+    # So short that of 12 workers a shard is as long in nodes of three as of four: the state says
+    # which they were.
     params = np.zeros(5, np.float32)
     for gpus in (3, 4):
         one = jsparse.init(tx, params, nodes(1, gpus), LEVELS)

@@ -1,4 +1,4 @@
-"""The engine's seams: a space, a memory and a synchronisation of shards that are defined here, outside of it."""
+"""The engine's seams: a space, a memory and a synchronisation of shards defined here."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ def cosines(side: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(Flat):
-    """Matrices that tiles fill are cut in tiles, each in a cosine basis; other leaves stay as they are."""
+    """Cuts matrices into tiles, each in a cosine basis; leaves that do not fit stay."""
 
     side: int = 4
 
@@ -105,7 +105,7 @@ class Tiles(Flat):
 
 
 def coordinates(vectors: np.ndarray, side: int) -> np.ndarray:
-    """The same in numpy, tile by tile: vectors of shape ``(P, N)`` in the coordinates of the space."""
+    """Vectors of shape ``(P, N)`` in the coordinates of the space, in NumPy, tile by tile."""
     basis, out = cosines(side).astype(np.float64), []
     for leaf in tree(np.asarray(vectors, np.float64)).values():
         if leaf.ndim < 3:
@@ -207,7 +207,8 @@ def test_ef21_with_a_top_k():
 def test_ef21_over_an_all_reduce_that_does_not_deliver_all(select):
     """g stays the mean of all h, and comes near the mean gradient where that does not change.
 
-    Not nearer than that: EF21 adds nothing up, so an element whose differences cancel in the sum stays.
+    Not nearer than that: EF21 adds nothing up, so an element whose differences cancel in the sum
+    stays.
     """
     (gradient,) = gradients(1)
     tx = composed(memory=EF21(), allreduce=OkTopk(), select=select)
@@ -232,7 +233,10 @@ def test_a_memory_of_ones_own_survives_a_non_finite_gradient():
 
 
 def test_a_mean_over_contributors():
-    """Each element over the number of workers that sent it; what was sent is off the residuals all the same."""
+    """Each element is divided by the number of workers that sent it.
+
+    The residuals lose all that was sent, as with any mean.
+    """
     k = round(DENSITY * N)
     tx = composed(mean=over_contributors)
     for gradient, (updates, _) in zip(gradients(1), run(tx, gradients(1)), strict=True):
@@ -313,7 +317,10 @@ def one_shard(stacked: dict[str, np.ndarray], place: int) -> dict[str, np.ndarra
 
 @pytest.mark.parametrize("check_vma", quick([False, True], True))
 def test_each_shard_is_synchronised_for_itself(check_vma: bool):
-    """As a run over the replicas alone would do it with each shard; what is not cut is averaged densely."""
+    """Each shard is synchronised as in a run over the replicas alone.
+
+    Leaves that are not cut are averaged densely.
+    """
     state, step = manual(over_shards(), check_vma)
     alone = jsparse.oktopk("replica", density=0.2)
     init = jax.vmap(lambda g: alone.init(g), axis_name="replica")

@@ -87,7 +87,9 @@ def test_sync_is_update_left_sparse(tx: jsparse.SparseAllReduce, checked: bool):
     ],
 )
 def test_nothing_as_long_as_the_gradient_is_copied(split, select, flat: bool):
-    """The compiled step's temporaries: under 0.25 of the gradient's bytes and 32 words an element of capacity.
+    """The compiled step's temporaries are small.
+
+    They are under 0.25 of the gradient's bytes and 32 words an element of capacity.
 
     Whether the gradient has VGG-16's leaves, or is one flat vector.
     """

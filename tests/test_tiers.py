@@ -33,7 +33,9 @@ def test_tiers_are_disjoint_and_together_are_all():
 
 
 def test_this_session_runs_its_tier(request: pytest.FixtureRequest):
-    """All that was collected is in one tier, and of that tier nothing was left out but by other options."""
+    """All that was collected is in one tier, and of that tier nothing was left out but by other
+    options.
+    """
     tiers, wanted = request.config.stash[TIER_OF], request.config.getoption("--tier")
     assert request.node.nodeid.partition("@")[0] in tiers
     assert set(tiers.values()) <= set(TIERS)
@@ -59,7 +61,9 @@ def test_parameters_are_quick_or_full():
 
 
 def test_quick_rows_have_every_algorithm():
-    """Every preset, selector, all-reduce, wire format and quantizer has a row that is quick at one size."""
+    """Every preset, selector, all-reduce, wire format and quantizer has a row that is quick at
+    one size.
+    """
     rows = [row for row in ROWS if row.name in QUICK]
     presets = {
         name

@@ -113,7 +113,8 @@ SPLITS += [("rotate", size) for size in (1, 2, 3, 8, 33, 64)]  # A program P tim
 def test_oktopk_keeps_its_bound(split: str, size: int):
     """``6k(P-1)/P + 16P + 512`` words in the dearest branches, whatever the sizes.
 
-    By the closed formulas, which are those of the traced program: that is read in a third of the cases, in turn.
+    By the closed formulas, which are those of the traced program: that is read in a third of the
+    cases, in turn.
     """
     lengths = [(1, 1.0), (10, 0.1), (999, 0.01), (100_003, 0.01), (14_728_266, 0.01), (133_547_324, 0.02)]
     for number, (n, density) in enumerate(lengths, SPLITS.index((split, size))):

@@ -104,7 +104,7 @@ class Normalised(nnx.Module):
 @pytest.mark.parametrize("kept", ["mean", "per_worker"])
 @pytest.mark.parametrize("micro_batches", quick([1, 2], 2))
 def test_batch_statistics(kept: str, micro_batches: int):
-    """BatchNorm's statistics: averaged over the workers, their bytes counted; or each worker's own."""
+    """BatchNorm's statistics: averaged over workers, with their bytes counted, or per worker."""
     graph, start, statistics = nnx.split(Normalised(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
     start, statistics = nnx.as_pure(start), nnx.as_pure(statistics)
 

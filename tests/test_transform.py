@@ -71,8 +71,8 @@ def test_mixed_types(name: str, x64: bool):
                 sent[leaf] += np.asarray(grads[leaf], np.float64).sum(0)
                 delivered[leaf] += SIZE * np.asarray(updates[leaf][0], np.float64)
         plan = tx.synchroniser.space.buckets(jax.tree.leaves(params))
-        # What has not been delivered is in the residual: exactly, in these small integers; but for the rounding of
-        # updates to the leaf's own type.
+        # What has not been delivered is in the residual: exactly, in these small integers; but for
+        # the rounding of updates to the leaf's own type.
         for bucket, carried in zip(plan, state.buckets, strict=True):
             if carried.residual is None:
                 parts = [0.0] * len(bucket.ids)
@@ -113,7 +113,10 @@ def test_without_error_feedback_what_is_not_sent_is_lost():
 
 
 def test_the_order_of_the_chain():
-    """A learning rate before the all-reduce (Ok-Topk, Algorithm 2: ``acc = residual + lr * grad``), and after it."""
+    """A learning rate before the all-reduce, and after it.
+
+    Ok-Topk's Algorithm 2 has it before: ``acc = residual + lr * grad``.
+    """
     before, update_before = vmapped(optax.chain(optax.scale(0.5), jsparse.topk_allgather(AXIS, density=0.1)))
     after, update_after = vmapped(optax.chain(jsparse.topk_allgather(AXIS, density=0.1), optax.scale(0.5)))
     for gradient in scenarios.take("ordinary", SIZE, 4):

@@ -196,6 +196,7 @@ OTHERS = {
     "qsgd": {"levels": 8, "bucket": 64, "error_feedback": True},
     "quantized": {"quantize": quantize.QSGD(7, 64, "max", contract=True), "split": False, "error_feedback": True},
     "torus": {},
+    "powersgd": {"rank": 2, "min_rate": 1.5, "subtract": "mean", "seed": 3},
     "a2sgd": {"per_leaf": True},
     "dgc": {"momentum": 0.5, "nesterov": True, "clip_norm": 2.0, "allreduce": jsparse.allreduce.GTopk(topology="tree")},
     "sparse_allreduce": {

@@ -1,4 +1,4 @@
-"""Two axes of a mesh: an all-reduce over one of them, and over both, inside nodes and between them."""
+"""Two axes of a mesh: an all-reduce over one of them, or over both as two levels."""
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,8 @@ from jsparse.wire import Compact, Full
 STEP = jnp.int32(0)
 LOSSLESS = [Full(), Compact()]
 WIRES = [*LOSSLESS, Compact(quantize.BFloat16()), Compact(quantize.Codebook(4)), Compact(quantize.QSGD(7, 64))]
-# Bytes of a value and, for Full, an index, for float32; and of scales or codebooks in a message of 1,000.
+# Bytes of a value and, for Full, an index, for float32; and of scales or codebooks in a message of
+# 1,000.
 SIZES = {0: (8.0, 0), 1: (4.0, 0), 2: (2.0, 0), 3: (0.5, 32), 4: (0.5, 64)}
 # Of its indices, out of 300,000: 8 low bits each, and 1 + 300,000 / 256 / 1,000 upper ones.
 INDICES = 1000 + (1000 + 300_000 // 256) / 8
@@ -49,7 +50,7 @@ EDGES = st.sampled_from([0, 1, 65535, 65536, 65537, 131071, 131072, 299_998, 299
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(st.sets(st.one_of(EDGES, st.integers(0, 299_999)), max_size=9), st.sampled_from(range(len(WIRES))))
 def test_indices_come_back(members, number: int):
-    """Empty stretches, none and as many as there is room for, neighbours on both sides of a power of two."""
+    """Empty stretches, no elements, a full buffer, and neighbours of a power of two."""
     wire, x = WIRES[number], run(sorted(members), 300_000, 9)
     got = coded(number, x)
     np.testing.assert_array_equal(got.indices, x.indices)
@@ -89,7 +90,10 @@ def test_any_density(indices, capacity: int, n: int):
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
 @hypothesis.given(st.integers(1, 2**30 - 1000), st.floats(0, 1), st.integers(1, 1000))
 def test_the_room_that_indices_take(n: int, density: float, more: int):
-    """Within 2.5 bits of log2(n / capacity), a few words apart; more room for more elements, and for longer vectors."""
+    """Within 2.5 bits of log2(n / capacity), and a few words.
+
+    More elements take more room, and so do longer vectors.
+    """
     capacity = max(1, int(density * n))
     each = 2.5 + max(0, np.log2(n / capacity))
     words = Compact().words(capacity, n, jnp.float32)

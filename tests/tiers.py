@@ -1,7 +1,8 @@
 """The tiers of the suite, quick and rest: every test is in one of them.
 
-A test is quick unless it is marked ``full`` or ``slow``. Whole tests are marked where they stand; of the table of
-algorithms, ``case`` in ``algorithms.py`` marks all but one number of workers of the quick rows.
+A test is quick unless it is marked ``full`` or ``slow``. Whole tests are marked where they stand;
+of the table of algorithms, ``case`` in ``algorithms.py`` marks all but one number of workers of
+the quick rows.
 """
 
 from collections.abc import Iterable

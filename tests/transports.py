@@ -37,7 +37,7 @@ def axis_sizes(row: Row, size: int) -> dict[str, int]:
 
 
 def vmapped(fn: Callable[..., Any], row: Row, size: int) -> Callable[..., Any]:
-    """The function over stacked arguments: over two levels, by nested vmaps."""
+    """The function over stacked arguments. Over two levels it uses nested vmaps."""
     if row.gpus is None:
         return jax.vmap(fn, axis_name=AXIS)
     shape = tuple(axis_sizes(row, size).values())
@@ -56,7 +56,10 @@ def zeros() -> dict[str, np.ndarray]:
 
 
 def tree(flat: np.ndarray) -> dict[str, np.ndarray]:
-    """Splits vectors of shape ``(P, N)`` into gradients, the leaves' first axis being the workers'."""
+    """Splits vectors of shape ``(P, N)`` into gradients.
+
+    The leaves' first axis is that of the workers.
+    """
     leaves, begin = {}, 0
     for name, shape in SHAPES.items():
         size = int(np.prod(shape))
@@ -77,10 +80,10 @@ def bucket_lengths(row: Row) -> list[int]:
 
 @functools.cache
 def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSITY) -> tuple[Any, Callable[..., Any]]:
-    """One executable for each of these: ``(initial state, update)``.
+    """One compiled function for each combination of arguments: ``(initial state, update)``.
 
-    ``update(gradients, state)`` takes and returns pytrees whose leaves have a leading axis for the workers; updates
-    too, so that one can see whether they agree.
+    ``update(gradients, state)`` takes and returns pytrees whose leaves have a leading axis for the
+    workers. Updates have it too, so that a test can check whether workers agree.
     """
     tx = row.make(axis(row), density)
     if transport == "vmap":
@@ -106,7 +109,8 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             return updates if row.alike else stack(updates), stack(state)
 
         init = jax.shard_map(local_init, mesh=on, in_specs=along, out_specs=along, check_vma=check)
-        # Replicated out_specs: with check_vma=True they are accepted only if the types say that all workers agree.
+        # Replicated out_specs: ``check_vma=True`` accepts them only if the types say that all
+        # workers agree.
         shared = jax.shard_map(
             local_update,
             mesh=on,
@@ -126,7 +130,7 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
 
 @functools.cache
 def traffic(row: Row, size: int) -> jsparse.Traffic:
-    """What a worker sends in one update, read off one trace for all who ask."""
+    """What a worker sends in one update, read from one trace that all tests share."""
     tx = row.make(axis(row), DENSITY)
     state = jax.eval_shape(vmapped(lambda _: tx.init(zeros()), row, size), np.arange(size))
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)

@@ -1,4 +1,4 @@
-"""How workers talk: the few collectives that the algorithms need."""
+"""How workers communicate: the few collectives that the algorithms need."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ T = TypeVar("T")
 class Comm(Protocol):
     """A group of workers, seen from inside one of them. A payload is one array.
 
-    All methods must be called by all workers, in the same order: under a branch, only one that all of them take.
+    All workers must call all methods, in the same order. Inside a branch, a method may be called
+    only if all workers take that branch.
     """
 
     @property
@@ -26,7 +27,7 @@ class Comm(Protocol):
 
     @property
     def typed(self) -> bool:
-        """Whether types tell what is alike on all workers."""
+        """Whether the types of arrays tell what is alike on all workers."""
         ...
 
     def rank(self) -> jax.Array:
@@ -34,11 +35,11 @@ class Comm(Protocol):
         ...
 
     def psum(self, x: jax.Array) -> jax.Array:
-        """The sum over workers, the same bits everywhere."""
+        """The sum over workers, with the same bits on all of them."""
         ...
 
     def pmax(self, x: jax.Array) -> jax.Array:
-        """The largest over workers."""
+        """The maximum over workers."""
         ...
 
     def all_gather(self, x: jax.Array) -> jax.Array:
@@ -46,46 +47,54 @@ class Comm(Protocol):
         ...
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        """Row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``; row ``j`` of the result came from ``j``."""
+        """Exchanges rows: row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``.
+
+        Row ``j`` of the result comes from worker ``j``.
+        """
         ...
 
     def psum_scatter(self, x: jax.Array) -> jax.Array:
-        """On worker ``i`` row ``i`` of the sum over workers of ``x``, shape ``(P, ...)``."""
+        """Sums ``x``, shape ``(P, ...)``, over workers. Worker ``i`` gets row ``i`` of the sum."""
         ...
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        """Sends ``x`` from the first of each pair of ranks to the second; who receives nothing gets zeros."""
+        """Sends ``x`` from the first of each pair of ranks to the second.
+
+        A worker that receives nothing gets zeros.
+        """
         ...
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
-        """Runs one branch, the same on every worker (so that branches may communicate).
+        """Runs one branch, the same on every worker, so that branches may communicate.
 
         Args:
           index: int32 scalar, alike on all workers.
           branches: functions of no arguments.
-          replicated: whether what they return is alike on all workers (and typed so, where types tell).
+          replicated: whether the results of the branches are alike on all workers, and typed so if
+            types tell.
         """
         ...
 
     def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
-        """Runs ``body(i, carry)`` ``count`` times; what it carries is alike on all workers."""
+        """Runs ``body(i, carry)`` ``count`` times. The carry is alike on all workers."""
         ...
 
     def varying(self, tree: T) -> T:
-        """The same values, typed as differing between workers, where types tell."""
+        """The same values, typed as differing between workers if types tell."""
         ...
 
     def may_differ(self, x: jax.Array) -> bool:
-        """False where types tell that ``x`` is alike on all workers."""
+        """False if types tell that ``x`` is alike on all workers."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisComm:
-    """The workers along a named axis: of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``.
+    """The workers along a named axis of ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``.
 
     Attributes:
-      axis: the axis's name; under ``shard_map`` also a tuple of names, taken as one axis in row-major order.
+      axis: the name of the axis. Under ``shard_map`` it may be a tuple of names, which count as
+        one axis in row-major order.
     """
 
     axis: str | tuple[str, ...]
@@ -128,7 +137,8 @@ class AxisComm:
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if self._names <= set(manual):
             return lax.ppermute(self.varying(x), self.axis, perm)
-        # vmap wants every worker to send and receive: those that have no part in it do so among themselves.
+        # vmap wants every worker to send and to receive: workers outside all pairs do so among
+        # themselves.
         senders, targets = ({pair[side] for pair in perm} for side in (0, 1))
         idle = [[rank for rank in range(self.size) if rank not in busy] for busy in (senders, targets)]
         moved = lax.ppermute(x, self.axis, [*perm, *zip(*idle, strict=True)])
@@ -138,7 +148,8 @@ class AxisComm:
         if not replicated:
             branches = [lambda branch=branch: self.varying(branch()) for branch in branches]
         if self._others:
-            # What one branch returns may vary over them where another's does not; all must have one type.
+            # The result of one branch may vary over other axes while that of another does not. All
+            # branches must have one type.
             shapes = [jax.eval_shape(branch) for branch in branches]
             axes = jax.tree.map(lambda *leaves: frozenset().union(*map(varying_axes, leaves)), *shapes)
             branches = [lambda branch=branch: jax.tree.map(_vary, branch(), axes) for branch in branches]
@@ -149,7 +160,8 @@ class AxisComm:
             return jax.tree.map(varying_as, body(i, carry), carry)
 
         if self._others:
-            # Likewise what is carried; it may take a few rounds until it varies over all that it ever will.
+            # The carry, too, may begin to vary over other axes. It may take several passes until
+            # its type is final.
             after = jax.eval_shape(lambda: keep_type(jnp.int32(0), start))
             wider = jax.tree.map(varying_as, start, after)
             if jax.tree.map(varying_axes, wider) != jax.tree.map(varying_axes, start):
@@ -168,23 +180,23 @@ class AxisComm:
 
     @property
     def _axes(self) -> frozenset[str]:
-        """The axes over which variance is tracked: ours under ``shard_map(check_vma=True)``, otherwise none."""
+        """This Comm's axes if their variance is tracked, as ``check_vma=True`` does, else none."""
         return varying_axes(lax.axis_index(self.axis))
 
     @property
     def _others(self) -> frozenset[str]:
-        """The other axes over which variance is tracked."""
+        """The other axes whose variance is tracked."""
         return frozenset(jax.sharding.get_abstract_mesh().manual_axes) - self._axes if self._axes else self._axes
 
 
 def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The value, typed as varying over these axes too."""
+    """The value, typed as varying over these axes as well."""
     axes -= varying_axes(x)
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def axes_of(comm: Comm) -> tuple[str, ...]:
-    """The names of the axes along which the workers stand; none for a Comm of another kind."""
+    """The names of the axes along which the workers stand. A Comm of another kind has none."""
     axis = comm.axis if isinstance(comm, AxisComm) else ()
     return (axis,) if isinstance(axis, str) else axis
 
@@ -193,7 +205,7 @@ CommLike: TypeAlias = str | tuple[str, ...] | Comm
 
 
 def as_comm(comm: CommLike) -> Comm:
-    """The Comm that an axis name, a tuple of them, or a Comm stands for."""
+    """The Comm that an axis name, a tuple of axis names, or a Comm stands for."""
     if isinstance(comm, tuple):
         if comm and all(isinstance(name, str) for name in comm):
             return AxisComm(comm)

@@ -1,11 +1,11 @@
-"""What each collective costs: the one table that everything here counts by."""
+"""The cost of each collective: all counts of bytes and messages use this one table."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cost:
-    """What one worker sends: bytes and messages. Compared by bytes first.
+    """What one worker sends: bytes and messages. Costs are compared by bytes first.
 
     >>> Cost(8, 1) + Cost(4, 2)
     Cost(bytes=12, messages=3)
@@ -22,10 +22,13 @@ class Cost:
 
 
 def collective_cost(name: str, payload: int, size: int) -> Cost:
-    """What a worker sends in one collective: bandwidth-optimal in bytes, in the papers' number of messages.
+    """What a worker sends in one collective.
+
+    The bytes are those of a bandwidth-optimal algorithm. The number of messages is that of the
+    papers.
 
     Args:
-      name: as in ``jax.lax``.
+      name: the collective's name in ``jax.lax``.
       payload: bytes of the worker's operand.
       size: P.
 

@@ -15,13 +15,14 @@ T = TypeVar("T")
 
 
 class Metered:
-    """A Comm that counts what is sent through it while one synchronisation is traced, and keeps its buckets apart.
+    """A Comm that counts what is sent in one traced synchronisation, and keeps buckets apart.
 
-    XLA merges collectives of one kind that do not depend on each other, and what is merged waits for the last
-    gradient. So a bucket's first message follows the first of the bucket before, its second the second, and so on.
+    XLA merges collectives of one kind that do not depend on each other, and a merged collective
+    waits for the last gradient. To prevent this, the first message of a bucket depends on the
+    first one of the bucket before, the second on the second, and so on.
 
     Attributes:
-      words: uint32 scalar: 4-byte words sent so far. It stands still from 16 GiB on.
+      words: uint32 scalar: 4-byte words sent so far. It stays at its maximum from 16 GiB on.
       messages: uint32 scalar: messages sent so far.
     """
 
@@ -37,7 +38,7 @@ class Metered:
         self._to_follow: list[jax.Array] = []
 
     def next_bucket(self) -> None:
-        """What is sent from here on belongs to another bucket."""
+        """Begins another bucket: what is sent from here on belongs to it."""
         self._received, self._to_follow = [], self._received
 
     def psum(self, x: jax.Array) -> jax.Array:
@@ -86,7 +87,7 @@ class Metered:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """In a branch or loop: counts from zero and follows nothing, so that it does not wait for what was sent."""
+        """Makes a branch or loop count from zero, and makes its messages wait for none before."""
         outside = self.words, self.messages, self._received, self._to_follow
         self.words = self.messages = jnp.uint32(0)
         self._received, self._to_follow = [], []
@@ -107,5 +108,5 @@ class Metered:
 
 
 def add_words(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum of two uint32, at most the largest."""
+    """The sum of two uint32. If it overflows, the largest uint32."""
     return jnp.where(a + b < b, jnp.uint32(2**32 - 1), a + b)

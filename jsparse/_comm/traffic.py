@@ -1,4 +1,4 @@
-"""What a function can send, read off its traced program."""
+"""What a function can send, read from its traced program."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from jax.extend import core
 from .cost import Cost, collective_cost
 from .mpi import mpi_collective
 
-# JAX's primitives, by the names of their functions in jax.lax.
+# For each collective primitive of JAX, the name of its function in jax.lax.
 COLLECTIVES = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -23,7 +23,7 @@ COLLECTIVES = {
     "ppermute": "ppermute",
     "reduce_scatter": "psum_scatter",
 }
-# Primitives that name an axis and send nothing.
+# Primitives that have an axis parameter and send nothing.
 SILENT = {"axis_index", "pvary", "pcast", "pbroadcast"}
 
 
@@ -32,11 +32,11 @@ class Collective:
     """One collective of a program.
 
     Attributes:
-      name: as in ``jax.lax``.
+      name: its name in ``jax.lax``.
       payload: type and shape of a worker's operand, such as ``int32[8,100]``.
-      axes: the axes over which it runs; of an :class:`MpiComm` the communicator's name.
+      axes: the axes over which it runs; for an :class:`MpiComm`, the name of the communicator.
       times: how often the program runs it.
-      cost: what a worker sends in it, all times together.
+      cost: what a worker sends in it, in all runs together.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Branches:
 
     @property
     def cost(self) -> Cost:
-        """Of the dearest branch."""
+        """The cost of the most expensive branch."""
         return max(branch.cost for branch in self.branches)
 
     @property
     def least(self) -> Cost:
-        """Of the cheapest branch."""
+        """The cost of the cheapest branch."""
         return min(branch.least for branch in self.branches)
 
 
@@ -68,29 +68,30 @@ class Traffic:
     """What one worker sends in a program.
 
     Attributes:
-      parts: its collectives, in the order of the program, and the branches that hold others.
+      parts: the program's collectives, and the branches that hold others, in the order of the
+        program.
     """
 
     parts: tuple[Collective | Branches, ...]
 
     @property
     def cost(self) -> Cost:
-        """Of the dearest branches."""
+        """The cost with the most expensive branches."""
         return sum((part.cost for part in self.parts), Cost())
 
     @property
     def least(self) -> Cost:
-        """Of the cheapest branches."""
+        """The cost with the cheapest branches."""
         return sum((part.least if isinstance(part, Branches) else part.cost for part in self.parts), Cost())
 
     @property
     def bytes(self) -> int:
-        """Bytes that a worker sends at most."""
+        """The most bytes that a worker sends."""
         return self.cost.bytes
 
     @property
     def messages(self) -> int:
-        """Messages that a worker sends in the program's dearest branches."""
+        """Messages that a worker sends in the program's most expensive branches."""
         return self.cost.messages
 
     def __str__(self) -> str:
@@ -113,22 +114,25 @@ class Traffic:
 
 
 def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | None = None) -> Traffic:
-    """Reads off what one call of a function can send, without running it.
+    """Determines what one call of a function can send, without running it.
 
-    It sees the collectives that the program names. What the compiler adds to a program over sharded arrays, such as the
-    gradient's sum in a plain ``jit`` over a sharded batch, is not in the trace, and not counted.
+    It counts the collectives that the traced program names. It does not count what the compiler
+    adds to a program over sharded arrays, such as the gradient's sum in a plain ``jit`` over a
+    sharded batch.
 
     Args:
-      fn: any function that JAX can trace, jitted or not: a training step, or an ``update`` inside one.
+      fn: any function that JAX can trace, jitted or not: a training step, or an ``update`` inside
+        one.
       *args: its arguments, or their shapes and types (``jax.ShapeDtypeStruct``).
-      axis_sizes: the sizes of the axes that ``fn`` expects to be bound; not of those that it binds itself by
-        ``jax.shard_map`` or ``jax.pmap``.
+      axis_sizes: the sizes of the axes that ``fn`` expects to be bound. Leave out axes that ``fn``
+        binds itself by ``jax.shard_map`` or ``jax.pmap``.
 
     Returns:
       Bytes and messages, in all and by collective and branch. Print it for a table.
 
     Raises:
-      NotImplementedError: a loop whose length is not known beforehand communicates, or a collective is not known.
+      NotImplementedError: a loop whose length is not known beforehand communicates, or a
+        collective is not known.
 
     >>> t = traffic(lambda x: jax.lax.psum(x, "data"), jnp.ones(1000), axis_sizes={"data": 4})
     >>> t.bytes, t.messages
@@ -147,14 +151,17 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
         communicates = _collective(name, params, sizes)
         if communicates:
             collective, axes, size = communicates
-            # Of mpi4jax's sendrecv the second operand is the shape of what arrives.
+            # The second operand of mpi4jax's sendrecv gives the shape of what arrives: it is not
+            # sent.
             for operand in eqn.invars[:1] if name == "sendrecv_mpi" else eqn.invars:
                 aval: Any = operand.aval
                 cost = collective_cost(collective, math.prod(aval.shape) * aval.dtype.itemsize, size)
                 payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
                 parts.append(Collective(collective, payload, axes, times, cost * times))
         elif name not in SILENT and any(axis in sizes for axis in _axes(params)):
-            raise NotImplementedError(f"what {name!r} sends is not known; add it to COLLECTIVES in jsparse._traffic")
+            raise NotImplementedError(
+                f"the cost of {name!r} is not known; add it to COLLECTIVES in jsparse/_comm/traffic.py"
+            )
         elif name == "cond":
             branches = tuple(Traffic(tuple(_walk(_open(branch), sizes, times))) for branch in params["branches"])
             if any(branch.parts for branch in branches):
@@ -169,7 +176,7 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
             found = [part for sub in core.jaxprs_in_params(params) for part in _walk(sub, inner, times)]
             if name == "while" and found:
                 raise NotImplementedError(
-                    "a while loop communicates, and how often it runs is not known before it does: "
+                    "a while loop communicates, and its number of rounds is not known before it runs: "
                     "use lax.scan, or lax.fori_loop with a static number of rounds"
                 )
             parts.extend(found)
@@ -179,7 +186,7 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
 def _collective(
     primitive: str, params: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[str, tuple[str, ...], int] | None:
-    """The name of a primitive's collective, the axes over which it runs, and the workers along them."""
+    """A primitive's collective, the axes over which it runs, and the number of their workers."""
     if primitive not in COLLECTIVES:
         return mpi_collective(primitive, params)
     axes, groups = _axes(params), params.get("axis_index_groups")
@@ -187,11 +194,11 @@ def _collective(
 
 
 def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """The named axes over which a primitive runs; empty for most."""
+    """The named axes over which a primitive runs; empty for most primitives."""
     axes = params.get("axes", params.get("axis_name"))
     return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
 
 
 def _open(jaxpr: Any) -> core.Jaxpr:
-    """The jaxpr itself: some versions of JAX keep it in a closed one."""
+    """The jaxpr itself, which some versions of JAX wrap in a closed one."""
     return getattr(jaxpr, "jaxpr", jaxpr)

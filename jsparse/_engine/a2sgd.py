@@ -1,4 +1,4 @@
-"""A2SGD: workers keep their own gradients, and average two means of them."""
+"""A2SGD: workers keep their own gradients, and average only two means of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from .._vector.layout import Layout
 from .state import SparseAllReduceState
 from .synchroniser import Means, begin, check_floats, check_local, finish_report, report_of, varying_over
 
-# Elements added up one after the other: it bounds the rounding error, and keeps masks out of memory.
+# How many elements are added one after the other. This bounds the rounding error, and keeps masks
+# out of memory.
 ROW = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoMeans:
-    """The synchroniser of :func:`jsparse.a2sgd`: its updates differ between workers.
+    """The synchroniser of :func:`jsparse.a2sgd`. Its updates differ between workers.
 
     Attributes:
       comm: the workers.
@@ -53,7 +54,10 @@ class TwoMeans:
         return begin(self, (), ())
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
-        raise ValueError("a2sgd's updates differ between workers, and are as long as the gradient: use tx.update")
+        raise ValueError(
+            "a2sgd's updates differ between workers and are as long as the gradient, so sync can't return them: "
+            "use tx.update"
+        )
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
@@ -76,15 +80,16 @@ class TwoMeans:
         return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
 
     def _groups(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
-        """The leaves that have their two means in common; leaves without elements have none."""
+        """The groups of leaves that share two means. Leaves without elements are in no group."""
         ids = [i for i, leaf in enumerate(leaves) if leaf.size]
         return [[i] for i in ids] if self.per_leaf or not ids else [ids]
 
 
 def _means(leaves: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:
-    """The mean of what is at least 0, and of the magnitudes of the rest (line 3); 0 of none: shape ``(2,)``.
+    """The mean of elements that are at least 0, and that of the other magnitudes (line 3).
 
-    They are not finite where an element is not.
+    The result has shape ``(2,)``. The mean of no elements is 0. If an element is not finite, a
+    mean is not.
     """
     rows = []
     for leaf in leaves:
@@ -95,15 +100,17 @@ def _means(leaves: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:
     n = sum(leaf.size for leaf in leaves)
     sums = jnp.stack([jnp.sum(plus), jnp.sum(minus)])
     counts = jnp.stack([jnp.sum(count), float(n) - jnp.sum(count)])
-    # No mean is above what it is of, whatever the rounding: of equal elements each reaches it.
+    # No mean is above the largest of its elements, in spite of rounding. So if elements are equal,
+    # each of them reaches the mean.
     most = jnp.maximum(jnp.stack([jnp.max(largest), -jnp.min(smallest)]), 0)
     return jnp.where(jnp.isfinite(sums), jnp.minimum(sums / jnp.maximum(counts, 1), most), jnp.nan)
 
 
 def _reduced(rows: jax.Array) -> list[jax.Array]:
-    """Of each row the sum of what is at least 0, that of the other magnitudes, the former's count, largest, smallest.
+    """Five figures of each row, in one pass, which XLA:CPU would not make of five reductions.
 
-    In one pass, which XLA:CPU would not make of five reductions.
+    They are the sum of elements that are at least 0, the sum of the other magnitudes, the number
+    of the former, the largest element and the smallest element.
     """
     positive = rows >= 0
     start = [varying_as(jnp.array(x, rows.dtype), rows) for x in (0, 0, 0, -jnp.inf, jnp.inf)]
@@ -116,10 +123,11 @@ def _reduced(rows: jax.Array) -> list[jax.Array]:
 
 
 def _corrected(leaf: jax.Array, means: jax.Array, plus: jax.Array, minus: jax.Array) -> jax.Array:
-    """The gradient with its means exchanged for the shared ones, which are greater by ``plus`` and ``minus``.
+    """The gradient with its means replaced by the shared means.
 
-    Lines 4, 6 and 7 in one, as in the paper's equation for Δμ: what moves is what reaches its own mean. A zero, which
-    reaches a mean of 0 where nothing is positive, stays.
+    The shared means are greater by ``plus`` and ``minus``. This is lines 4, 6 and 7 in one, as in
+    the paper's equation for Δμ: elements that reach their own mean change. A zero stays zero,
+    although it reaches the mean of 0 if no element is positive.
     """
     x = leaf.astype(means.dtype)
     x = x + jnp.where((x > 0) & (x >= means[0]), plus, 0) - jnp.where((x < 0) & (-x >= means[1]), minus, 0)

@@ -38,9 +38,12 @@ def over_workers(total: SparseVector | jax.Array, workers: int) -> Quotient:
 
 
 def over_contributors(total: SparseVector | jax.Array, workers: int) -> Quotient:
-    """Each element divided by the number of workers that sent it, as DeMo's and SparseLoCo's codes do.
+    """Each element divided by the number of workers that sent it.
 
-    It takes a sum that still shows who sent what: one run for each worker, as an all-gather makes it.
+    This is what the codes of DeMo and SparseLoCo do.
+
+    It takes a sum that still shows who sent what: one run for each worker, as an all-gather makes
+    it.
 
     Raises:
       ValueError: the sum is of another form.

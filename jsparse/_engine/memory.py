@@ -41,7 +41,7 @@ class Memory(Protocol):
         ...
 
     def limit(self, dtype: DTypeLike, size: int) -> float:
-        """The magnitude to which a vector is clipped, so that ``size`` workers have a finite sum."""
+        """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
         ...
 
     def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
@@ -56,7 +56,9 @@ class Memory(Protocol):
     def accumulate(
         self, state: Any, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
     ) -> tuple[Pending, Any]:
-        """The vector to send, and the state; arrays of the state that the vector replaces may be None in it.
+        """The vector to send, and the state.
+
+        Arrays of the state that the vector replaces may be None in it.
 
         Args:
           state: from ``init`` or from the step before.
@@ -185,9 +187,9 @@ class ErrorFeedback(NoMemory):
         gradient mass is lost on purpose: the older it is, the more. It takes one more pass over n
         elements in a step.
       subtract: ``"local"``: what this worker itself delivered. It changes k elements, in place.
-        ``"mean"``: the update, ``total / P``, as one PowerSGD code does. Both have the same sum over
-        workers, so both lose nothing, the mean to rounding. The mean makes the workers' residuals more
-        alike, and changes them at every element of the sum.
+        ``"mean"``: the update, ``total / P``, as one PowerSGD code does. Both have the same sum
+        over workers, so both lose nothing, the mean to rounding. The mean makes the workers'
+        residuals more alike, and changes them at every element of the sum.
 
     >>> tx = jsparse.sparse_allreduce(
     ...     "data", select=jsparse.select.TopK(0.01), allreduce=jsparse.allreduce.TopkAllGather(),

@@ -1,6 +1,7 @@
 """Momentum correction: a worker accumulates its velocity, not its gradient, and selects from that.
 
-Deep Gradient Compression, sections 3.1 to 3.3: the residual takes up what momentum SGD would apply.
+Deep Gradient Compression, sections 3.1 to 3.3: the residual takes up what momentum SGD would
+apply.
 """
 
 import dataclasses
@@ -44,8 +45,8 @@ class MomentumCorrection:
       momentum: m, at least 0 and below 1: ``velocity' = m * velocity + gradient``.
       nesterov: whether ``m * velocity' + gradient`` is accumulated in place of ``velocity'``.
       factor_masking: whether the velocity becomes 0 where an element was delivered.
-      clip_norm: the norm to which the sum of the workers' gradients is clipped: each worker clips its
-        own to ``clip_norm / sqrt(P)``. None does not clip.
+      clip_norm: the norm to which the sum of the workers' gradients is clipped: each worker clips
+        its own to ``clip_norm / sqrt(P)``. None does not clip.
       feedback: how what was not delivered is kept.
     """
 
@@ -106,7 +107,8 @@ class MomentumCorrection:
             state.kept, acc, sent=sent, delivered=delivered, total=total, mean=mean, keep=keep, size=size
         )
         velocity = state.velocity
-        # Where everything is sent, nothing is masked: that is momentum SGD, as in the authors' code.
+        # Where everything is sent, nothing is masked: that is momentum SGD, as in the authors'
+        # code.
         sparsely = isinstance(sent, SparseVector) and sent.capacity < sent.n
         if self.factor_masking and sparsely and isinstance(delivered, SparseVector):
             velocity = velocity.at[delivered.indices.reshape(-1)].set(0, mode="drop")
@@ -120,10 +122,14 @@ class MomentumCorrection:
 
 
 def _clip(leaves: Sequence[jax.Array], limit: float) -> list[jax.Array]:
-    """A worker's gradient, scaled to a Euclidean norm of at most ``limit``, in the type of its flat vector."""
+    """A worker's gradient, scaled to a Euclidean norm of at most ``limit``.
+
+    It has the type of its flat vector.
+    """
     dtype = Layout.of(leaves).dtype
     wide = [leaf.astype(dtype) for leaf in leaves]
-    # Squares of finite gradients may be infinite, and those of small ones zero: divide by the largest.
+    # Squares of finite gradients may be infinite, and those of small ones zero: divide by the
+    # largest.
     peaks = [jnp.max(jnp.abs(leaf)) for leaf in wide if leaf.size]
     peak = jnp.max(jnp.stack([jnp.zeros((), dtype), *peaks]))
     unit = jnp.where(peak > 0, peak, 1)

@@ -1,4 +1,4 @@
-"""A run in phases: different algorithms and densities, one after another, in one compiled program."""
+"""A run in phases: different algorithms and densities, one after another, in one program."""
 
 import dataclasses
 import functools
@@ -24,12 +24,14 @@ Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce
 class Phased:
     """The synchroniser of :func:`phases`.
 
-    A vector has one memory for all phases. Its reducers' states are a tuple, one for each phase.
+    A vector has one memory for all phases. The states of its reducers are a tuple, one for each
+    phase.
 
     Attributes:
-      stages: the phases' synchronisers, of one space and with memories of one state.
-      starts: the first step of each.
-      shared: the one that says what is carried.
+      stages: the synchronisers of the phases. They have the same space, and memories with the same
+        state.
+      starts: the first step of each phase.
+      shared: the synchroniser that determines what is carried from step to step.
     """
 
     stages: tuple[Composition, ...]
@@ -69,7 +71,7 @@ class Phased:
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         raise ValueError(
-            "the phases of a run have sums of different lengths; sync needs one sparse vector: use tx.update"
+            "the phases of a run have sums of different lengths, but sync needs one sparse vector: use tx.update"
         )
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
@@ -103,45 +105,52 @@ class Phased:
 
 
 def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
-    """A run in phases, each with its own algorithm or density: for warm-ups, and for a change to dense sums.
+    """Makes a run in phases, each with its own algorithm or density.
 
-    All phases are in one compiled program; the step that the workers agree on chooses. Steps are counted as
-    synchronisations, those with a non-finite gradient apart. Each phase begins as its transformation by itself would,
-    with the residual (and velocity, of :func:`dgc`) of the one before; each keeps its own thresholds and regions.
+    Use it for warm-ups, and to change to dense sums. All phases are in one compiled program, and
+    the step that the workers agree on chooses the phase. Steps are counted as synchronisations,
+    without those that met a non-finite gradient. Each phase begins as its transformation by itself
+    would, but with the residual (and the velocity of :func:`dgc`) of the phase before. Each phase
+    keeps its own thresholds and regions.
 
-    A dense phase takes part in error feedback: what sparse ones left over is delivered whole in its first step, and
-    its residuals are zero from then on. Nothing is lost at any boundary.
+    A dense phase takes part in error feedback. Its first step delivers all that sparse phases left
+    in the residuals, and the residuals are zero from then on. Nothing is lost at any boundary.
 
     Args:
-      stages: ``((steps, tx), ..., tx)``: how many steps each transformation runs, and last the one that stays. They are
-        presets, or :func:`sparse_allreduce`, over the same axis; the sparse ones with the same ``scope``,
-        ``dense_below``, ``error_feedback`` and momentum, which dense ones take over from them.
-      flush: whether a dense phase delivers the residual. Otherwise it leaves it aside until the next sparse one.
+      stages: ``((steps, tx), ..., tx)``: how many steps each transformation runs; the last one has
+        no end. They are presets, or :func:`sparse_allreduce`, over the same axis. The sparse ones
+        must have the same ``scope``, ``dense_below``, ``error_feedback`` and momentum. Dense ones
+        take these over from them.
+      flush: whether a dense phase delivers the residual. Otherwise it leaves the residual aside
+        until the next sparse phase.
 
     Returns:
-      A gradient transformation; place, read and chain it like any other. ``stats`` tells of the phase that ran.
+      A gradient transformation. Place it, read it and chain it like any other. ``stats`` tells of
+      the phase that ran.
 
     Raises:
       ValueError: the stages are not of that form, or do not fit together.
 
     Example (the warm-up of gTop-k, with epochs of 100 steps)::
 
-      warm_up = [(100, jsparse.gtopk("data", density=density)) for density in (0.25, 0.0725, 0.015, 0.004)]
-      tx = optax.chain(jsparse.phases((*warm_up, jsparse.gtopk("data", density=0.001))), optax.sgd(0.1))
+      densities = (0.25, 0.0725, 0.015, 0.004)
+      warm_up = [(100, jsparse.gtopk("data", density=density)) for density in densities]
+      last = jsparse.gtopk("data", density=0.001)
+      tx = optax.chain(jsparse.phases((*warm_up, last)), optax.sgd(0.1))
 
-    **Cost**: what the phase sends that runs, and the one exchange that opens each step. It runs within a branch, where
-    messages overlap with nothing outside it.
+    **Cost**: what the phase that runs sends, and the one exchange that opens each step. A phase
+    runs within a branch, so its messages can't overlap with anything outside the branch.
 
     References:
-      Shi et al., gTop-k, ICDCS 2019, section IV-B (density warm-up); Shi et al., MLSys 2021, section 5.6 (sparse, then
-      dense); the code of Li and Hoefler, PPoPP 2022 (dense at first).
+      Shi et al., gTop-k, ICDCS 2019, section IV-B (density warm-up); Shi et al., MLSys 2021,
+      section 5.6 (sparse, then dense); the code of Li and Hoefler, PPoPP 2022 (dense at first).
     """
     return SparseAllReduce.of(_fit(*_parse(stages), flush))
 
 
 def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
-    """The synchronisers, and how many steps each but the last is for."""
-    form = "pass ((steps, tx), ..., tx): how long each runs, and last the one that stays"
+    """The synchronisers, and the number of steps of each but the last."""
+    form = "pass ((steps, tx), ..., tx): each with its number of steps, but the last, which has no end"
     if isinstance(stages, SparseAllReduce) or not stages:
         raise ValueError(f"there are no phases: {form}")
     synchronisers, lengths = [], []
@@ -152,8 +161,8 @@ def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
             steps, tx = stage
         if not isinstance(tx, SparseAllReduce):
             raise ValueError(
-                f"phase {number} is {type(tx).__name__}, and no preset; {form}. What else a chain holds stands around "
-                "the phases: optax.chain(jsparse.phases(...), optax.sgd(0.1))"
+                f"phase {number} is {type(tx).__name__}, and no preset; {form}. Put the other members of a chain "
+                "around the phases: optax.chain(jsparse.phases(...), optax.sgd(0.1))"
             )
         if (steps is None) != last:
             raise ValueError(f"phase {number} has {'an' if last else 'no'} end; {form}")
@@ -162,17 +171,21 @@ def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
             lengths.append(steps)
         if not isinstance(tx.synchroniser, Composition):
             raise ValueError(
-                f"phase {number} has phases itself, or workers whose updates differ: write all phases in one row, of "
-                "presets that keep workers alike"
+                f"phase {number} has phases itself, or workers whose updates differ: pass all phases in one sequence, "
+                "and only presets whose updates are alike on all workers"
             )
         synchronisers.append(tx.synchroniser)
     if sum(lengths) >= 2**31:
-        raise ValueError(f"the phases have {sum(lengths)} steps; a run's number of steps is an int32: take fewer")
+        raise ValueError(f"the phases have {sum(lengths)} steps; the step is an int32: choose fewer than 2**31")
     return synchronisers, lengths
 
 
 def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
-    """The phases. Those that keep nothing themselves take part in the others' memory; others must fit."""
+    """The phases as one synchroniser.
+
+    A phase that keeps no state itself uses the memory of the others. Phases that keep a state must
+    fit together.
+    """
 
     def keeps(stage: Composition) -> bool:
         return stage.reducer.sparse or stage.memory != NoMemory()
@@ -180,30 +193,34 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
     shared = next((stage for stage in stages if keeps(stage)), stages[0])
     fitted = []
     for number, stage in enumerate(stages):
-        where = f"phase {number} does not fit to the others"
+        where = f"phase {number} does not fit the others"
         if stage.levels != shared.levels:
             raise ValueError(
-                f"{where}: it is over {stage.levels}, they over {shared.levels}; name the same axes in all. Beside "
-                "hitopk the dense one is jsparse.torus(inter, intra)"
+                f"{where}: it runs over {stage.levels}, they over {shared.levels}; name the same axes in all. The "
+                "dense phase that fits hitopk is jsparse.torus(inter, intra)"
             )
         if getattr(stage.space, "bucket_bytes", None) is not None:
-            raise ValueError(f"{where}: bucket_bytes cuts the vector of which they have one residual; leave it out")
+            raise ValueError(f"{where}: bucket_bytes cuts the vector, but they have one residual for it; leave it out")
         if stage.reducer.staleness:
-            raise ValueError(f"{where}: what arrives some steps late would be lost at its end; take staleness=0")
+            raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
         if keeps(stage):
             for name, ours, theirs in (*_differing(stage, shared, "space"), *_differing(stage, shared, "memory")):
-                raise ValueError(f"{where}: its {name} is {ours}, theirs {theirs}; there is one state for all")
+                raise ValueError(
+                    f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
+                )
             fitted.append(stage)
         else:
             memory = shared.memory.in_dense_phase(flush)
             fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))
     if not flush and shared.memory.feeds_back and not keeps(stages[-1]):
-        raise ValueError("the last phase is dense, and with flush=False the residual would never go; leave flush out")
+        raise ValueError(
+            "the last phase is dense, and flush is False, so the residual would never be delivered; leave flush out"
+        )
     return Phased(tuple(fitted), tuple(itertools.accumulate(lengths, initial=0)), shared)
 
 
 def _differing(a: Composition, b: Composition, part: str) -> Iterator[tuple[str, Any, Any]]:
-    """The name of each option in which a part of two synchronisers differs, and both values."""
+    """The options in which a part of two synchronisers differs: the name, and both values."""
     ours, theirs = getattr(a, part), getattr(b, part)
     if type(ours) is not type(theirs):
         yield part, ours, theirs

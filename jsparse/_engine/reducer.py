@@ -60,7 +60,8 @@ class Reducer(Protocol):
 
     Attributes:
       sparse: whether it leaves something of every vector behind, so that it wants a memory.
-      unbiased: whether it rounds at random, right in expectation. Error feedback would blow up then.
+      unbiased: whether it rounds at random, right in expectation. Error feedback would blow up
+        then.
       staleness: by how many steps its sums are late.
     """
 
@@ -198,5 +199,8 @@ def count(x: SparseVector | jax.Array) -> jax.Array:
 
 
 def count_filled(x: SparseVector | jax.Array) -> jax.Array:
-    """How many elements a sum has; of one that became dense, those that are not zero: int32 scalar."""
+    """The number of elements of a sum: int32 scalar.
+
+    For a sum that became dense, it is the number of elements that are not zero.
+    """
     return count(x) if isinstance(x, SparseVector) else bitmap.count_mask(x != 0)

@@ -61,7 +61,10 @@ class Space(Protocol):
         ...
 
     def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
-        """A sum of vectors in the order of the bucket's leaves. It is linear, and it may communicate."""
+        """A sum of vectors in the order of the bucket's leaves.
+
+        It is linear, and it may communicate.
+        """
         ...
 
 
@@ -115,11 +118,11 @@ class Flat:
 
 @dataclasses.dataclass(frozen=True)
 class Shards(Flat):
-    """Two levels: the workers of a node sum their vectors, and each of them gets a shard of the sum.
+    """Two levels: the workers of a node sum their vectors, and each gets a shard of the sum.
 
-    HiTopKComm (Algorithm 2 of the paper); with a dense all-reduce it is the 2D torus. A worker's shard
-    is the part of the vector that belongs to its rank in the node: ``ceil(n / size)`` elements,
-    padded with zeros at the end. Between nodes, workers with the same shard sum.
+    HiTopKComm (Algorithm 2 of the paper); with a dense all-reduce it is the 2D torus. A worker's
+    shard is the part of the vector that belongs to its rank in the node: ``ceil(n / size)``
+    elements, padded with zeros at the end. Between nodes, workers with the same shard sum.
 
     Attributes:
       intra: the workers of a node.
@@ -156,8 +159,8 @@ class Shards(Flat):
     def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
         """The whole vector, of which each worker of the node has a shard (lines 21-23).
 
-        A sparse one becomes one run. It is always sent losslessly: a value that were rounded here would
-        be in no residual.
+        A sparse one becomes one run. It is always sent losslessly: a value that were rounded here
+        would be in no residual.
         """
         (intra,) = comms
         n = bucket.layout.n

@@ -1,4 +1,4 @@
-"""The state of a synchronisation: what it holds, how it is placed, how it goes to other workers."""
+"""The state of a synchronisation: its contents, its placement, its move to other workers."""
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -47,7 +47,10 @@ class BucketState(NamedTuple):
 
     @property
     def residual(self) -> jax.Array | None:
-        """What was accumulated and not yet delivered, shape ``(n,)``; None without error feedback."""
+        """What was accumulated and not yet delivered, shape ``(n,)``.
+
+        It is None without error feedback.
+        """
         return self.memory.residual
 
 
@@ -57,15 +60,16 @@ class Report(NamedTuple):
     Attributes:
       selected: int32: elements that qualified on this worker.
       overflowed: int32: those of them that did not fit into its buffers.
-      delivered: int32: elements of this worker that became part of the update. Where the wire is not
-        lossless, elements of sums that it rounded count too.
-      updated: int32: elements of the update that are not zero. Over n, that is the density to which
-        the update has filled in. An all-gather counts an index once for each worker that sent it.
-      words: uint32: 4-byte words that this worker sent. A round in which pairs exchange counts for all
-        workers, also for those that have no part in it: what is counted is the busiest path.
+      delivered: int32: elements of this worker that became part of the update. Where the wire is
+        not lossless, elements of sums that it rounded count too.
+      updated: int32: elements of the update that are not zero. Over n, that is the density to
+        which the update has filled in. An all-gather counts an index once for each worker that
+        sent it.
+      words: uint32: 4-byte words that this worker sent. A round in which pairs exchange counts for
+        all workers, also for those that have no part in it: what is counted is the busiest path.
       messages: uint32: messages that this worker sent, counted likewise.
-      thresholds: of each bucket that may be selected from, the magnitude that elements had to reach on
-        this worker; 0 without a threshold.
+      thresholds: of each bucket that may be selected from, the magnitude that elements had to
+        reach on this worker; 0 without a threshold.
       global_thresholds: likewise, the magnitude that they had to reach in the sum.
     """
 
@@ -83,7 +87,8 @@ class SparseAllReduceState(NamedTuple):
     """State of a synchronisation: every leaf's leading axis concatenates over workers.
 
     Attributes:
-      step: int32, shape ``(1,)``: synchronisations so far, without those that met a non-finite gradient.
+      step: int32, shape ``(1,)``: synchronisations so far, without those that met a non-finite
+        gradient.
       sizes: int32, shape ``(levels,)``: how many workers synchronise, level by level.
       buckets: one for each vector that is synchronised.
       report: what the last step did.

@@ -1,7 +1,7 @@
 """Synchronisers: how the workers' gradients become their mean.
 
-Everything else knows a synchroniser by its protocol alone: the optax transformation, ``sync``, phases,
-the training step, the accounting of traffic.
+Everything else knows a synchroniser by its protocol alone: the optax transformation, ``sync``,
+phases, the training step, the accounting of traffic.
 """
 
 import dataclasses
@@ -93,7 +93,8 @@ class Means(NamedTuple):
         layout = bucket.layout
         if not isinstance(quotient.total, SparseVector):
             return layout.unravel(jnp.where(self.bad, jnp.nan, quotient.value()))
-        # One run is divided before it becomes dense, several after they are added: both round once.
+        # One run is divided before it becomes dense, several after they are added: both round
+        # once.
         one_run = quotient.total.values.ndim == 1
         total = quotient.value() if one_run else quotient.total
         fill = jnp.where(self.bad, jnp.nan, 0)
@@ -205,14 +206,15 @@ class Composition:
 
         outcome = self.synchronise(levels, buckets, leaves, state.buckets, left_out, step)
         if stateful > 1:
-            # Only after the agreed step: XLA would merge both exchanges, and wait for the last gradient.
+            # Only after the agreed step: XLA would merge both exchanges, and wait for the last
+            # gradient.
             told = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
             bad = pmax_over([*levels, *further], told) > 0
         state = conclude(self, [*levels, *further], state, outcome, bad, step, undo=stateful > 1)
         return Means(buckets, outcome.quotients, bad), state
 
     def check(self, levels: Sequence[Comm], grads: Any, state: SparseAllReduceState) -> list[Bucket]:
-        """The buckets; refuses gradients that are already summed, and a state for other gradients."""
+        """The buckets. Gradients that are already summed, or do not fit the state, are refused."""
         check_floats(grads)
         check_local(levels, grads)
         buckets = self.space.buckets(jax.tree.leaves(grads))
@@ -242,7 +244,9 @@ class Composition:
         left_out: Sequence[jax.Array],
         step: jax.Array,
     ) -> Outcome:
-        """Accumulates, sums and retains every vector. Of a vector that is left out, nothing is delivered.
+        """Accumulates, sums and retains every vector.
+
+        Nothing of a vector that is left out is delivered.
 
         Args:
           levels: the networks.

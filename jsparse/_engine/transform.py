@@ -17,7 +17,8 @@ from .synchroniser import Synchroniser
 class SparseAllReduce(optax.GradientTransformationExtraArgs):
     """A gradient transformation that synchronises, and that can be asked how.
 
-    ``init`` and ``update`` are those of optax; ``synchroniser`` says how gradients become their mean.
+    ``init`` and ``update`` are those of optax; ``synchroniser`` says how gradients become their
+    mean.
     """
 
     @staticmethod
@@ -51,19 +52,22 @@ def _update(
 def sync(
     tx: SparseAllReduce, grads: optax.Updates, state: SparseAllReduceState
 ) -> tuple[SparseVector, SparseAllReduceState]:
-    """Averages gradients as ``tx.update`` does, and leaves the mean sparse: it makes nothing of length n.
+    """Averages gradients as ``tx.update`` does, and leaves the mean sparse.
+
+    It forms no array of length n.
 
     For plain SGD, whose update of a zero is zero: apply the result with :func:`apply_sparse`.
 
     Args:
-      tx: a sparse preset, or :func:`sparse_allreduce`, with ``scope="global"`` and ``dense_below=0``;
-        not a chain.
+      tx: a sparse preset, or :func:`sparse_allreduce`, with ``scope="global"`` and
+        ``dense_below=0``; not a chain.
       grads: this worker's gradients.
-      state: from ``tx.init`` or from the step before; donate it, and its residual is updated in place.
+      state: from ``tx.init`` or from the step before; donate it, and its residual is updated in
+        place.
 
     Returns:
-      The mean, in the order of ``jax.tree.leaves(grads)``, each raveled; and the new state. After a
-      non-finite gradient the mean holds a NaN.
+      The mean, in the order of ``jax.tree.leaves(grads)``, each raveled; and the new state. After
+      a non-finite gradient the mean holds a NaN.
 
     Raises:
       ValueError: ``tx`` makes a dense sum, or more than one vector, or is no preset.
@@ -88,11 +92,13 @@ def sync(
 
 
 def apply_sparse(params: optax.Params, update: SparseVector, scale: ArrayLike = 1.0) -> optax.Params:
-    """Adds ``scale * update`` to parameters, touching only what the update holds when they are donated.
+    """Adds ``scale * update`` to parameters.
+
+    If they are donated, it changes only the elements that the update holds.
 
     Args:
-      params: arrays of ``update.n`` elements together, in the order in which :func:`sync` saw their
-        gradients.
+      params: arrays of ``update.n`` elements together, in the order in which :func:`sync` saw
+        their gradients.
       update: a sparse vector, alike on all workers.
       scale: a scalar, such as minus the learning rate.
 

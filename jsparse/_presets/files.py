@@ -1,4 +1,4 @@
-"""A transformation as a file says it: a preset by name, with its options."""
+"""Files that describe a transformation: a preset by name, with its options."""
 
 import dataclasses
 import difflib
@@ -19,12 +19,12 @@ from .general import Options
 
 VERSION = 1
 ROOMS = {"select": select, "wire": wire, "quantize": quantize, "allreduce": allreduce}
-# Where a part stands, and of which room it is.
+# For each field that holds a part, the module that the part comes from (a key of ROOMS).
 PARTS = {"select": "select", "wire": "wire", "values": "quantize", "quantize": "quantize", "allreduce": "allreduce"}
 
 
 def presets() -> dict[str, Callable[..., SparseAllReduce]]:
-    """The presets by name, and the general form: those public functions that stand in this folder."""
+    """The presets and the general form, by name: the public functions of this folder's modules."""
     public, folder = importlib.import_module(__name__.partition(".")[0]), __name__.rpartition(".")[0]
     functions = {name: getattr(public, name) for name in public.__all__ if inspect.isfunction(getattr(public, name))}
     return {
@@ -35,7 +35,7 @@ def presets() -> dict[str, Callable[..., SparseAllReduce]]:
 
 
 def options_of(preset: Callable[..., SparseAllReduce]) -> list[str]:
-    """The options of a preset by name: its own, and those that it shares with others."""
+    """The names of a preset's options: its own, and those that it shares with other presets."""
     names = []
     for name, parameter in inspect.signature(preset).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -46,26 +46,29 @@ def options_of(preset: Callable[..., SparseAllReduce]) -> list[str]:
 
 
 def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, CommLike]) -> SparseAllReduce:
-    """The transformation that a file describes, such as ``jsparse tune`` writes it.
+    """Makes the transformation that a file describes, such as one that ``jsparse tune`` wrote.
 
-    The file is JSON: the version of the format, a preset's name, its options by name. Selectors, wires, quantizers and
-    all-reduces among these are objects of one key, what they are called; what they leave out is as by default. Further
-    keys of the file, such as what ``tune`` measured, are not read::
+    The file is JSON. It has the version of the format, the name of a preset, and the preset's
+    options by name. Selectors, wires, quantizers and all-reduces are objects with one key, the
+    name of the part; its value has the part's options by name. An option that is left out has its
+    default. Other keys of the file, such as the measurements of ``tune``, are ignored::
 
       {"jsparse": 1, "preset": "oktopk",
-       "options": {"density": 0.01, "wire": {"wire.Compact": {"values": {"quantize.BFloat16": {}}}}}}
+       "options": {"density": 0.01,
+                   "wire": {"wire.Compact": {"values": {"quantize.BFloat16": {}}}}}}
 
     Args:
       path: the file.
-      comm: what the preset is given: a mesh axis name, a tuple of them, or a :class:`Comm`; for ``hitopk`` and
-        ``torus`` a tuple of two, ``(inter, intra)``.
+      comm: what the preset is given: a mesh axis name, a tuple of them, or a :class:`Comm`. For
+        ``hitopk`` and ``torus`` it is a tuple of two, ``(inter, intra)``.
 
     Returns:
       The preset's gradient transformation.
 
     Raises:
-      ValueError: the file is not such JSON, is of another version, or names what there is not; an option is out of
-        range; ``comm`` is not of the preset's form.
+      ValueError: the file is not such JSON, or has another version, or names something that does
+        not exist; an option is out of range; ``comm`` does not have the form that the preset
+        needs.
 
     Example::
 
@@ -82,9 +85,11 @@ def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, Com
 
 
 def build(content: Any, comm: Any) -> SparseAllReduce:
-    """The transformation of a file's content."""
+    """Makes the transformation that a file's content describes."""
     if not isinstance(content, dict) or "jsparse" not in content:
-        raise ValueError('there is no "jsparse", the version; jsparse tune --out FILE writes such a file')
+        raise ValueError(
+            'there is no "jsparse", the version of the format; jsparse tune --out FILE writes a file that has it'
+        )
     if content["jsparse"] != VERSION:
         raise ValueError(
             f"the format's version is {content['jsparse']!r}, and this jsparse reads {VERSION}: write the file anew "
@@ -93,14 +98,14 @@ def build(content: Any, comm: Any) -> SparseAllReduce:
     known, name, options = presets(), str(content.get("preset")), content.get("options", {})
     _check_known("preset", name, known)
     if not isinstance(options, dict):
-        raise ValueError(f'"options" is {options!r}; it is an object of options by name')
+        raise ValueError(f'"options" is {options!r}; it must be an object, with a value for each option by name')
     preset = known[name]
     parameters = inspect.signature(preset).parameters
     keywords = options_of(preset)
     arguments = [comm]
     if "inter" in parameters:
         if not isinstance(comm, tuple) or len(comm) != 2:
-            raise ValueError(f"{name} is over two levels: comm is a tuple of two, (inter, intra), and not {comm!r}")
+            raise ValueError(f"comm is {comm!r}; {name} has two levels, so pass a tuple of two, (inter, intra)")
         arguments = list(comm)
     return _called(name, preset, arguments, options, keywords)
 
@@ -115,7 +120,7 @@ def describe(preset: str, **options: Any) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Writes JSON so that at any time the whole old file is there, or the whole new one."""
+    """Writes JSON atomically: at any time the file is the whole old one or the whole new one."""
     path = pathlib.Path(path)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -131,12 +136,12 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of an option."""
+    """An option's value in the form that JSON can hold."""
     if not dataclasses.is_dataclass(value):
         return value
     room = next((room for room, module in ROOMS.items() if getattr(module, type(value).__name__, 0) is type(value)), "")
     if not room and not isinstance(value, ErrorFeedback):
-        raise ValueError(f"{value!r} is none of jsparse's own parts: a file can't name it")
+        raise ValueError(f"{value!r} is none of jsparse's own parts, so a file can't name it: use a part of jsparse")
     fields = {
         field.name: _plain(getattr(value, field.name))
         for field in dataclasses.fields(value)
@@ -146,20 +151,20 @@ def _plain(value: Any) -> Any:
 
 
 def _part(where: str, value: Any) -> Any:
-    """An option of what JSON holds of it."""
+    """An option's value, made from the form that JSON holds."""
     if not isinstance(value, dict):
         if where in PARTS and value is not None:
-            raise ValueError(f'{where} is {value!r}; it is an object of one key, such as {{"{_some(where)}": {{}}}}')
+            raise ValueError(f'{where} is {value!r}; it must be an object, such as {{"{_some(where)}": {{}}}}')
         return value
     if len(value) != 1 or not isinstance(next(iter(value.values())), dict):
-        raise ValueError(f"{where} is {value!r}; it is an object of one key, a name such as {_some(where)!r}")
+        raise ValueError(f"{where} is {value!r}; it must be an object with one key, such as {_some(where)!r}")
     name, fields = next(iter(value.items()))
     if where == "error_feedback":
         known: dict[str, Any] = {"ErrorFeedback": ErrorFeedback}
     else:
         room = PARTS.get(where)
         if room is None:
-            raise ValueError(f"{where} is {value!r}; it is a number, a text, true or false")
+            raise ValueError(f"{where} is {value!r}; it must be a number, a text, true or false")
         known = {f"{room}.{key}": part for key, part in _classes(room).items()}
     _check_known(where, name, known)
     names = [field.name for field in dataclasses.fields(known[name]) if field.compare]
@@ -174,8 +179,8 @@ def _called(
     given = {option: _part(option, value) for option, value in options.items()}
     try:
         return function(*arguments, **given)
-    except TypeError as error:  # One is missing, or of a wrong type.
-        raise ValueError(f"{name} can't be made of {given}: {error}; its options are {', '.join(known)}") from error
+    except TypeError as error:  # An option is missing or has a wrong type.
+        raise ValueError(f"{name} can't be made from {given}: {error}; its options are {', '.join(known)}") from error
 
 
 def _classes(room: str) -> dict[str, Any]:
@@ -184,7 +189,7 @@ def _classes(room: str) -> dict[str, Any]:
 
 
 def _some(where: str) -> str:
-    """A name that could stand there."""
+    """The name of a part that would be valid there."""
     room = PARTS.get(where)
     return f"{room}.{next(iter(_classes(room)))}" if room else "ErrorFeedback"
 

@@ -41,38 +41,39 @@ def sparse_allreduce(
 ) -> SparseAllReduce:
     """Averages gradients over the workers sparsely: any selector with any all-reduce.
 
-    It takes the place of ``lax.pmean`` of the gradients. Each worker passes its own gradient, and gets
-    the mean of what was delivered, the same bits on every worker. What a worker did not get delivered
-    stays in its residual and is added to its next gradient, so nothing is lost. It runs wherever the
-    axis is bound: in ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap(axis_name=...)``.
+    It takes the place of ``lax.pmean`` of the gradients. Each worker passes its own gradient, and
+    gets the mean of what was delivered, the same bits on every worker. What a worker did not get
+    delivered stays in its residual and is added to its next gradient, so nothing is lost. It runs
+    wherever the axis is bound: in ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap(axis_name=...)``.
 
-    A non-finite gradient on any worker makes the whole update NaN on all of them and leaves the state as
-    it was, so ``optax.apply_if_finite`` around what *follows* can skip the step. (Where nothing is
-    summed sparsely, there is no state to spoil, and only the elements concerned become NaN.)
+    A non-finite gradient on any worker makes the whole update NaN on all of them and leaves the
+    state as it was, so ``optax.apply_if_finite`` around what *follows* can skip the step. (Where
+    nothing is summed sparsely, there is no state to spoil, and only the elements concerned become
+    NaN.)
 
     Args:
       comm: a mesh axis name, a tuple of them (taken as one axis), or a :class:`Comm`.
-      select: which elements a worker sends; None for an all-reduce of dense vectors. Its density is
-        that of the all-reduce, too.
+      select: which elements a worker sends; None for an all-reduce of dense vectors. Its density
+        is that of the all-reduce, too.
       allreduce: how they are summed.
       wire: how they are laid out in messages.
-      error_feedback: whether to keep what was not delivered, or how (:class:`ErrorFeedback`). Without
-        it, that is lost.
+      error_feedback: whether to keep what was not delivered, or how (:class:`ErrorFeedback`).
+        Without it, that is lost.
       scope: select among all elements together (``"global"``), or in every leaf for itself
-        (``"leaf"``), so that XLA can overlap the leaves' messages with each other and with the backward
-        pass.
+        (``"leaf"``), so that XLA can overlap the leaves' messages with each other and with the
+        backward pass.
       dense_below: leaves of fewer elements are summed densely, all together.
-      mean: divide the sum by the number of workers (``"workers"``), or each element by the number of
-        workers that sent it (``"contributors"``), as DeMo and SparseLoCo do: the update is then larger
-        than what was taken off the residuals. For ``TopkAllGather`` only.
+      mean: divide the sum by the number of workers (``"workers"``), or each element by the number
+        of workers that sent it (``"contributors"``), as DeMo and SparseLoCo do: the update is then
+        larger than what was taken off the residuals. For ``TopkAllGather`` only.
 
     Returns:
       A gradient transformation. Its updates have the shapes and types of the gradients.
 
     Raises:
       ValueError: an argument is out of range. From ``init`` and ``update``: a leaf is not float16,
-        bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the axis is not bound;
-        gradients are already summed.
+        bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the axis is not
+        bound; gradients are already summed.
 
     Example::
 

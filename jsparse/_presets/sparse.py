@@ -1,4 +1,4 @@
-"""The published sparse algorithms by name: each is a selector with an all-reduce."""
+"""The published sparse algorithms by name: each combines a selector with an all-reduce."""
 
 from typing import Literal, Unpack
 
@@ -25,18 +25,20 @@ def topk_allgather(
     density: float | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """TopkA: every worker's top-k, gathered everywhere.
+    """TopkA: gathers every worker's top-k on all workers.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker: more than dense from about ``P = n / k`` on.
+    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker. From about ``P = n / k`` on, a
+    dense all-reduce sends less.
 
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkA".
@@ -50,22 +52,24 @@ def gaussiank(
     density: float | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """Gaussian-k: what lies in the tails of a fitted normal distribution, gathered everywhere.
+    """Gaussian-k: selects the tails of a fitted normal distribution, and gathers them.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
-      **options: ``select`` (``GaussianThreshold(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      **options: ``select`` (``GaussianThreshold(density)`` by default), ``wire``,
+        ``error_feedback``, ``scope`` and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker: more than dense from about ``P = n / k`` on.
+    **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker. From about ``P = n / k`` on, a
+    dense all-reduce sends less.
 
     References:
-      Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019; Li and Hoefler, PPoPP 2022,
-      Table 1, "Gaussiank", and section 5.4.
+      Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019; Li and
+      Hoefler, PPoPP 2022, Table 1, "Gaussiank", and section 5.4.
     """
     return of_density(comm, density, TopkAllGather(), options, GaussianThreshold)
 
@@ -80,19 +84,21 @@ def oktopk(
     balance_above: float = 2.0,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """Ok-Topk: the k largest elements of the sum of the workers' top-k.
+    """Ok-Topk: nearly the k largest elements of the sum of the workers' top-k.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
       tau_threshold, tau_region, split, balance_above: as in :class:`jsparse.allreduce.OkTopk`.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full width.
+    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full
+    width.
 
     References:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
@@ -112,20 +118,21 @@ def gtopk(
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
       topology, put_back: as in :class:`jsparse.allreduce.GTopk`.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``2k log P`` words and ``log P`` messages a worker, more for P no power of two; ``4k log P`` and
-    ``2 log P`` for the published tree.
+    **Cost**: ``2k log P`` words and ``log P`` messages a worker, and more if P is not a power of
+    two; ``4k log P`` and ``2 log P`` for the published tree.
 
     References:
-      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
-      ICDCS 2019.
+      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
+      Bandwidth Networks, ICDCS 2019.
     """
     return of_density(comm, density, GTopk(topology, put_back), options)
 
@@ -136,22 +143,26 @@ def topk_dsa(
     density: float | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """TopkDSA: SparCML's dynamic sparse all-reduce of the workers' top-k, by regions, sparse until it fills in.
+    """TopkDSA: SparCML's dynamic sparse all-reduce of the workers' top-k.
 
-    The algorithm of :func:`ssar_split_allgather`, by the name under which Ok-Topk's paper compares with it. The density
-    of its result, which the paper's section 5.2 reports, is ``stats(opt_state).updated / n``.
+    It reduces by regions, and its messages stay sparse until the result fills in. This is the
+    algorithm of :func:`ssar_split_allgather`, under the name that the Ok-Topk paper uses in its
+    comparison. The density of the result, which section 5.2 of that paper reports, is
+    ``stats(opt_state).updated / n``.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``4k (P-1)/P`` words a worker where all select the same, evenly over the indices, up to ``(2k + n)
-    (P-1)/P`` where the result fills in; more where elements crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
+    **Cost**: ``4k (P-1)/P`` words a worker if all workers select the same elements, evenly over
+    the indices; up to ``(2k + n) (P-1)/P`` if the result fills in; more if elements crowd: see
+    :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
       Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA", and section 5.2.
@@ -165,19 +176,22 @@ def ssar_recursive_doubling(
     density: float | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """SSAR_Rec_Dbl: everyone's top-k, merged in pairs in log P rounds; for few elements and high latency.
+    """SSAR_Rec_Dbl: every worker's top-k, merged in pairs in log P rounds.
+
+    It is for few elements and high latency.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker, by how much the workers' choices overlap; more for P no power
-    of two.
+    **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker: the more the workers' choices overlap,
+    the fewer. It is more if P is not a power of two.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3.
@@ -191,19 +205,23 @@ def ssar_split_allgather(
     density: float | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """SSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered; for results that stay sparse.
+    """SSAR_Split_AllGather: every worker's top-k, reduced by regions, then gathered.
+
+    It is for results that stay sparse.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker, by how much the workers' choices overlap; more where they
-    crowd: see :class:`jsparse.allreduce.SsarSplitAllGather`.
+    **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker: the more the workers' choices
+    overlap, the fewer. It is more if elements crowd: see
+    :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3.
@@ -218,20 +236,24 @@ def dsar_split_allgather(
     group: int = 1,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """DSAR_Split_AllGather: everyone's top-k, reduced by regions, then gathered densely; for results that fill in.
+    """DSAR_Split_AllGather: every worker's top-k, reduced by regions, then gathered densely.
+
+    It is for results that fill in.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
-      group: as in :class:`jsparse.allreduce.DsarSplitAllGather`: early switching.
-      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      group: the number of workers in a group, for early switching, as in
+        :class:`jsparse.allreduce.DsarSplitAllGather`.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
+        and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: ``(2k + n) (P-1)/P`` words a worker; up to ``(2k + n/P) (P-1)`` where each worker's elements crowd in one
-    region.
+    **Cost**: ``(2k + n) (P-1)/P`` words a worker; up to ``(2k + n/P) (P-1)`` if each worker's
+    elements crowd in one region.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.4.
@@ -250,37 +272,47 @@ def dgc(
     allreduce: AllReduce | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """Deep Gradient Compression: momentum before selection, so that what waits arrives with the momentum it gathered.
+    """Deep Gradient Compression: applies momentum before selection.
 
-    In each step a worker clips its gradient, adds it to its velocity, ``u = m u + g``, adds that to its residual,
-    ``v = v + u``, and selects from ``v``. Where its elements were delivered, ``v`` and ``u`` become 0. What follows is
-    plain SGD, ``optax.sgd(learning_rate)``: the momentum is in the updates. At density 1, and in the leaves of
-    ``dense_below``, nothing is masked, and that is momentum SGD. For the paper's warm-up see :func:`phases`.
+    So elements that wait in the residual arrive with the momentum that they gathered meanwhile.
+
+    In each step, a worker clips its gradient g, adds it to its velocity, ``u = m u + g``, adds the
+    velocity to its residual, ``v = v + u``, and selects from ``v``. Where its elements are
+    delivered, ``v`` and ``u`` become 0. Put plain SGD after it, ``optax.sgd(learning_rate)``: the
+    updates contain the momentum already. At density 1, and in the leaves of ``dense_below``,
+    nothing is masked, and that is momentum SGD. For the paper's warm-up see :func:`phases`.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
-      density: k / n, above 0 and at most 1. It may be left out where ``select`` says it.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
       momentum: m, at least 0 and below 1.
-      nesterov: whether ``v`` takes up ``m u + g`` in place of ``u``.
-      clip_norm: the norm to which the *sum* of the workers' gradients is clipped: each clips its own to
-        ``clip_norm / sqrt(P)``. None does not clip. What is clipped is not fed back.
-      factor_masking: whether ``u`` becomes 0 where elements were delivered, so that old momentum pushes no further.
-      allreduce: how the selected elements are summed; the paper's, ``allreduce.TopkAllGather()``, by default.
-      **options: ``select`` (``DgcThreshold(density)`` by default), ``wire``, ``error_feedback``, ``scope`` and
-        ``dense_below``, as in :func:`sparse_allreduce`.
+      nesterov: whether ``m u + g`` is added to ``v`` in place of ``u``.
+      clip_norm: the norm to which the *sum* of the workers' gradients is clipped. Each worker
+        clips its own gradient to ``clip_norm / sqrt(P)``. None does not clip. What is clipped is
+        not fed back.
+      factor_masking: whether ``u`` becomes 0 where elements are delivered, so that old momentum
+        has no further effect.
+      allreduce: the all-reduce of the selected elements; by default the paper's,
+        ``allreduce.TopkAllGather()``.
+      **options: ``select`` (``DgcThreshold(density)`` by default), ``wire``, ``error_feedback``,
+        ``scope`` and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
-      A gradient transformation. Its state holds a velocity beside the residual, both of shape ``(n,)`` on a worker.
+      A gradient transformation. Its state holds a velocity beside the residual, both of shape
+      ``(n,)`` on a worker.
 
     Example::
 
       tx = optax.chain(jsparse.dgc("data", density=0.001, clip_norm=1.0), optax.sgd(0.1))
 
-    **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a worker.
+    **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a
+    worker.
 
     References:
-      Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018,
-      sections 3.1 to 3.3, Algorithm 4. At density 1 as their code does it.
+      Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
+      Training, ICLR 2018, sections 3.1 to 3.3, Algorithm 4. At density 1 it does what the authors'
+      code does.
     """
 
     def with_momentum(feedback):
@@ -297,31 +329,37 @@ def hitopk(
     allreduce: AllReduce | None = None,
     **options: Unpack[Options],
 ) -> SparseAllReduce:
-    """HiTopKComm: sums densely inside a node and sparsely between nodes, each worker its shard of the vector.
+    """HiTopKComm: sums densely inside a node, and sparsely between nodes.
 
-    A node's gradients are reduce-scattered; each worker adds its residual to its shard of the sum, selects from it, and
-    sums with the workers that have the same shard on other nodes; the shards of the result are gathered inside the
-    node. The residual is the shard's, ``ceil(n / intra.size)`` elements: ``jsparse.residual`` has shape ``(P, shard)``.
+    The gradients of a node are reduce-scattered, so each worker has a shard of their sum. It adds
+    its residual to the shard, selects from the result, and sums with the workers that have the
+    same shard on other nodes. The shards of that sum are gathered inside the node. A worker's
+    residual is that of its shard, of ``ceil(n / intra.size)`` elements: ``jsparse.residual`` has
+    shape ``(P, shard)``.
 
     Args:
       inter: the mesh axis along which the nodes stand, a tuple of axes, or a Comm.
-      intra: that along which the workers of a node stand. Wherever else an axis is asked for (``jsparse.train_step``,
-        ``jsparse.init``, ``jsparse.local_value_and_grad``), pass both: ``(inter, intra)``.
-      density: k / n, above 0 and at most 1, of each shard. It may be left out where ``select`` says it.
-      allreduce: the one between the nodes; the paper's, ``allreduce.TopkAllGather()``, by default.
-      wire: as in :func:`sparse_allreduce`, between the nodes; inside them it is ``Full()``.
-      scope, dense_below: as in :func:`sparse_allreduce`.
+      intra: the mesh axis along which the workers of a node stand, a tuple of axes, or a Comm.
+        Other functions (``jsparse.train_step``, ``jsparse.init``,
+        ``jsparse.local_value_and_grad``) take both as their axis: ``(inter, intra)``.
+      density: k / n of each shard, above 0 and at most 1. It may be left out if ``select`` is
+        given, which has a density of its own.
+      allreduce: the all-reduce between the nodes; by default the paper's,
+        ``allreduce.TopkAllGather()``.
+      **options: ``select`` (``MSTopK(density)`` by default), ``wire``, ``error_feedback``,
+        ``scope`` and ``dense_below``, as in :func:`sparse_allreduce`. The wire is for messages
+        between the nodes; inside them it is ``Full()``.
 
     Returns:
       A gradient transformation.
 
-    **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for the reduce-scatter
-    and ``2km (g-1)/g`` for the all-gather (at most ``2n (g-1)/g``), ``2 log g`` messages; between nodes ``2k (m-1)/g``
-    words and ``log m`` messages a worker.
+    **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for
+    the reduce-scatter and ``2km (g-1)/g`` for the all-gather (at most ``2n (g-1)/g``), ``2 log g``
+    messages; between nodes ``2k (m-1)/g`` words and ``log m`` messages a worker.
 
     References:
-      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, MLSys 2021, section
-      3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
+      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
+      MLSys 2021, section 3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
     """
 
     def shards(flat):

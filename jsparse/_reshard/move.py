@@ -1,4 +1,4 @@
-"""From how many workers to how many: where each array of a state goes."""
+"""The move of a state to another number of workers: where each array goes."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from .._train.per_worker import PerWorkerState
 from .redistribute import interpolate, nearest, redistribute
 
 FIX = (
-    "pass the chain and the parameters that the state was made with (where each worker has parameters of its own, one "
-    "worker's); only the number of workers may differ"
+    "pass the chain and the parameters that the state was made with (if each worker has parameters of its own, pass "
+    "one worker's); only the number of workers may differ"
 )
-# In place of an array: what a new run would begin with.
+# A mark in place of an array: use what a new run would begin with.
 ANEW = object()
 
 
@@ -33,14 +33,15 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """From how many workers to how many, and on how many nodes. On one level, each worker is a node.
+    """The old and the new numbers of workers and nodes. On one level, each worker is a node.
 
     Attributes:
-      old, new: workers.
-      old_nodes, new_nodes: nodes.
+      old, new: the numbers of workers.
+      old_nodes, new_nodes: the numbers of nodes.
       axes: the sizes of the new mesh's axes.
-      cut: whether a node's workers hold its residual in shards. Otherwise they hold the same one, as
-        where one transformation averages gradients inside a node, and another sums between nodes.
+      cut: whether the workers of a node hold its residual in shards. Otherwise they hold the same
+        residual, as when one transformation averages gradients inside a node and another one sums
+        between nodes.
     """
 
     old: int
@@ -51,14 +52,14 @@ class Move:
     cut: bool
 
     def tree(self, now: Any, old: Any, once: Any, *, of_each: bool = False) -> Any:
-        """A tree of states.
+        """Moves a tree of states.
 
         Args:
-          now: as on one of the new workers.
-          old: as given.
-          once: as on a worker without others.
-          of_each: whether arrays that are in no :class:`WorkerState` differ between workers; else they
-            are alike on all.
+          now: the state as it is on one of the new workers.
+          old: the state as given.
+          once: the state as it is on a worker without others.
+          of_each: whether arrays outside any :class:`WorkerState` differ between workers.
+            Otherwise they are alike on all.
         """
 
         def part(path, now, old, once):
@@ -74,16 +75,18 @@ class Move:
         )
 
     def alike(self, now: Local, old: Any) -> Any:
-        """An array that is the same on all workers."""
+        """Moves an array that is the same on all workers."""
         _check(now, old, old.shape == now.shape)
         return old
 
     def of_each(self, now: Local, old: Any, own: bool = False) -> Any:
-        """An array of which each worker has its own.
+        """Moves an array of which each worker has its own.
 
         Args:
-          now, old: as on one of the new workers; as given.
-          own: whether its shape on a worker may depend on their number: then it begins anew.
+          now: the array as it is on one of the new workers.
+          old: the array as given.
+          own: whether its shape on a worker may depend on their number. If its shape does not fit
+            then, it begins anew.
         """
         fits = old.shape == (self.old * now.shape[0], *now.shape[1:]) or not math.prod(now.shape)
         if own and not fits and old.shape[0] % self.old == 0:
@@ -103,7 +106,7 @@ class Move:
         return rows.reshape(shape)
 
     def vector(self, now: Local, old: Any, once: Local) -> Any:
-        """A vector in the coordinates of the synchroniser's space, such as a residual."""
+        """Moves a vector in the coordinates of the synchroniser's space, such as a residual."""
         if not self.cut or self.same_nodes:
             return self.of_each(now, old)
         _check(now, old, old.dtype == now.dtype and len(old) % self.old == 0)
@@ -112,7 +115,10 @@ class Move:
         return np.pad(nodes, ((0, 0), (0, filled - nodes.shape[1]))).reshape(-1)
 
     def boundaries(self, starts: np.ndarray, n: int | None) -> Any:
-        """The first indices of regions of ``n`` elements, the same on all nodes; new ones have equal shares."""
+        """Moves the first indices of regions of ``n`` elements, the same on all nodes.
+
+        The new regions have equal shares of what the old ones held.
+        """
         if n is None or not self.same_nodes:
             return ANEW
         of_shards = starts.reshape(self.old_nodes, -1, self.old_nodes)[0]
@@ -120,7 +126,10 @@ class Move:
         return np.tile(regions.reshape(-1), self.new_nodes)
 
     def recut(self, axis: Sequence[str], now: Local, old: Any, once: Local) -> Any:
-        """An array that is cut among the workers along ``axis``; of a number each has one, all alike."""
+        """Moves an array that is cut among the workers along ``axis``.
+
+        An array of one element is not cut: each worker has a copy, and all copies are alike.
+        """
         size, n = math.prod(self.axes[name] for name in axis), math.prod(once.shape)
         if n <= 1:
             _check(now, old, old.shape[1:] == now.shape[1:])
@@ -131,7 +140,7 @@ class Move:
         return whole
 
     def anew(self) -> Any:
-        """In place of an array: what a new run would begin with."""
+        """The mark in place of an array for what a new run would begin with."""
         return ANEW
 
     @property
@@ -141,14 +150,15 @@ class Move:
 
 
 def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, halved: Mapping[str, Any]) -> Move:
-    """From the workers of a state to those of a mesh.
+    """The move from the workers of a state to those of a mesh.
 
     Args:
-      mesh: the new one.
-      names: the axes of its workers.
-      now, once: the state as on one worker of these, and of one.
+      mesh: the new mesh.
+      names: the axes along which its workers stand.
+      now: the state as it is on one of the new workers.
       old: the state as given.
-      halved: for each axis, the state as on one of two workers along it.
+      once: the state as it is on a worker without others.
+      halved: for each axis, the state as it is on one of two workers along that axis.
     """
     axes = {name: mesh.shape[name] for name in names}
     wholes = _vectors(once)
@@ -160,44 +170,52 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
     remembering = [state for state in ours(once) if jax.tree.leaves(state.buckets)]
     within = cut | {name for name in names if any(name not in state.step.axes for state in remembering)}
     if set(names[len(names) - len(within) :]) != within:
-        raise ValueError(f"axis is {names}; name the axes between nodes first, and after them {sorted(within)}")
+        raise ValueError(f"axis is {names}; name the axes between nodes first, and then {sorted(within)}")
     workers, nodes = _workers(now, old), _nodes(now, old)
     if workers % nodes:
-        raise ValueError(f"the state is of {workers} workers on {nodes} nodes: {FIX}")
+        raise ValueError(f"the state is of {workers} workers, which do not fill {nodes} nodes equally: {FIX}")
     new = math.prod(axes.values())
     return Move(workers, new, nodes, new // math.prod(axes[name] for name in within), axes, bool(cut))
 
 
 def _workers(now: Any, old: Any) -> int:
-    """How many workers a state is of; 1, if it is alike on all."""
+    """The number of workers that a state belongs to; 1 if the state is alike on all workers."""
     found = {state.step.shape[0] for state in ours(old)}
     for here, there in zip(_leaves(now, PerWorkerState), _leaves(old, PerWorkerState), strict=True):
         pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
         found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape) and not ours(here)}
     if len(found) > 1:
-        raise ValueError(f"parts of the state have the shape of {sorted(found)} workers: {FIX}")
+        raise ValueError(f"parts of the state belong to different numbers of workers, {sorted(found)}: {FIX}")
     return next(iter(found), 1)
 
 
 def _nodes(now: Any, old: Any) -> int:
-    """How many nodes a state is of, which it says itself: those that hold residuals of their own."""
+    """The number of nodes that a state belongs to: those with residuals of their own.
+
+    The state records it itself, in its ``sizes``.
+    """
     found = set()
     for here, there in zip(ours(now), ours(old), strict=True):
         workers, levels = there.step.shape[0], here.sizes.shape[0]
         if there.sizes.shape != (workers * levels,):
-            raise ValueError(f"the state's sizes have shape {there.sizes.shape} for {workers} workers: {FIX}")
+            raise ValueError(
+                f"the state's sizes have shape {there.sizes.shape}; for {workers} workers it is {(workers * levels,)}: "
+                f"{FIX}"
+            )
         if jax.tree.leaves(here.buckets):
             found.add(int(there.sizes[0]))
     if len(found) > 1:
-        raise ValueError(f"parts of the state are of {sorted(found)} nodes; carry them one by one")
+        raise ValueError(
+            f"parts of the state belong to different numbers of nodes, {sorted(found)}; move each by itself"
+        )
     return next(iter(found), _workers(now, old))
 
 
 def _check(now: Local, old: Any, fits: bool) -> None:
     if not fits or (math.prod(now.shape) and old.dtype != now.dtype):
         raise ValueError(
-            f"it has an array of shape {old.shape} and type {old.dtype}; one worker of this chain has one of "
-            f"{now.shape} and {now.dtype}: {FIX}"
+            f"it has an array of shape {old.shape} and type {old.dtype}; one worker of this chain has shape "
+            f"{now.shape} and type {now.dtype}: {FIX}"
         )
 
 
@@ -207,19 +225,19 @@ def _dealt(rows: Any, size: int) -> Any:
 
 
 def _alike(rows: Any, gpus: int) -> bool:
-    """Whether the rows of each node are the same."""
+    """Whether all workers of each node have the same row."""
     if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
         return gpus == 1
     return np.array_equal(rows, np.repeat(rows[::gpus], gpus, axis=0), equal_nan=rows.dtype.kind == "f")
 
 
 def _vectors(tree: Any) -> list[Any]:
-    """All residuals, velocities and the like."""
+    """All residuals, velocities and other vectors of the memories in a tree."""
     return [leaf for state in ours(tree) for bucket in state.buckets for leaf in jax.tree.leaves(bucket.memory)]
 
 
 def ours(tree: Any) -> list[Any]:
-    """The states of synchronisations in a tree."""
+    """The states of all synchronisations in a tree."""
     return _leaves(tree, SparseAllReduceState)
 
 

@@ -1,25 +1,29 @@
-"""What several workers hold, dealt out to another number of workers; on the host, in NumPy."""
+"""Arrays of several workers, divided among another number of workers; on the host, in NumPy."""
 
 import numpy as np
 
-# Elements at a time: what is computed with stays in the cache.
+# How many elements are computed at a time, so that they stay in the cache.
 CHUNK = 2**16
 
 
 def redistribute(rows: np.ndarray, size: int, before: int, after: int) -> np.ndarray:
-    """Vectors for ``size`` rows, of which the sum is ``after / before`` times that of the given ones.
+    """Makes ``size`` vectors whose sum is ``after / before`` times that of the given vectors.
 
-    The given rows lie side by side, each as wide as the others, and so do the new ones over the same stretch: a new row
-    is the mean of the old ones that it covers, times a factor common to all. So no worker has more to deliver than
-    others, magnitudes stay comparable to those of thresholds, and what was not negative stays so. Where each row goes
-    to as many new ones, it is copied. Otherwise new rows are differences of running sums, rounded to whole multiples of
-    the smallest bit that is set in the old rows or in the new sum: the differences add up to that sum exactly wherever
-    they are representable, as those of integers are, and to its rounding elsewhere.
+    Think of the given rows as lying side by side, all equally wide, and of the new rows as lying
+    over the same stretch. A new row is the mean of the old rows that it covers, times a factor
+    common to all. So no worker has more to deliver than others, magnitudes stay comparable to
+    those of thresholds, and values that were not negative stay so.
+
+    If each old row covers a whole number of new ones, and the factor is 1, it is copied. Otherwise
+    new rows are differences of running sums. These are rounded to whole multiples of the smallest
+    bit that is set in the old rows or in the new sum. So the differences add up to that sum
+    exactly if they are representable, as differences of integers are, and otherwise to rounding.
 
     Args:
       rows: shape ``(old size, n)``, floats.
-      size: how many new rows.
-      before, after: what the old sum, and what the new one, is to be divided by for the same mean.
+      size: how many new rows to make.
+      before: by what the old sum is divided to get the mean.
+      after: by what the new sum is divided to get the same mean.
 
     Returns:
       Shape ``(size, n)``, of the type of ``rows``.
@@ -28,7 +32,7 @@ def redistribute(rows: np.ndarray, size: int, before: int, after: int) -> np.nda
     if size % old == 0 and size * before == old * after:
         return rows[np.arange(size) * old // size]
     result = np.empty((size, rows.shape[1]), rows.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # What is not finite, in a state of others, stays so.
+    with np.errstate(over="ignore", invalid="ignore"):  # A given value that is not finite stays so.
         for begin in range(0, rows.shape[1], CHUNK):
             part = slice(begin, begin + CHUNK)
             _deal(rows[:, part], result[:, part], before, after)
@@ -51,7 +55,10 @@ def _deal(rows: np.ndarray, result: np.ndarray, before: int, after: int) -> None
 
 
 def _last_bit(x: np.ndarray) -> np.ndarray:
-    """The power of two of which each float64 is an odd multiple; a large one for 0 and what is not finite."""
+    """The power of two of which each float64 is an odd multiple.
+
+    It is a large one for 0 and for values that are not finite.
+    """
     some = (x != 0) & np.isfinite(x)
     mantissa, exponent = np.frexp(np.where(some, x, 1))
     whole = (mantissa * 2.0**53).astype(np.int64)
@@ -59,12 +66,18 @@ def _last_bit(x: np.ndarray) -> np.ndarray:
 
 
 def nearest(rows: np.ndarray, size: int) -> np.ndarray:
-    """Those of the given rows over which the new ones begin: for what has no mean."""
+    """For each new row, the given row over which it begins: for arrays that have no mean."""
     return rows[np.arange(size) * len(rows) // size]
 
 
 def interpolate(starts: np.ndarray, n: int, size: int) -> np.ndarray:
-    """Where ``size`` regions of ``n`` indices begin that hold equal parts of what these regions hold."""
+    """Where ``size`` regions of ``n`` indices begin that hold equal parts of the contents.
+
+    Args:
+      starts: where the old regions begin. Each holds an equal part, evenly over its indices.
+      n: the number of indices.
+      size: the number of new regions.
+    """
     edges = np.append(starts, n)
     at = np.arange(size) * len(starts) / size
     return np.interp(at, np.arange(len(edges)), edges).astype(starts.dtype)

@@ -1,4 +1,4 @@
-"""A training state, carried to another number of workers."""
+"""Moves a training state to another number of workers."""
 
 import math
 from collections.abc import Mapping
@@ -25,50 +25,57 @@ def reshard(
     mesh: Mesh,
     axis: AxisName,
 ) -> optax.OptState:
-    """Carries a chain's state to another number of workers, so that what is pending is not lost.
+    """Moves a chain's state to another number of workers, so that pending updates are not lost.
 
-    From any number to any other. The pending mean update, ``sum(residual) / P``, stays what it is: exactly where it is
-    representable, as of whole numbers, and elsewhere to rounding.
+    Any number of workers can become any other. The pending mean update, ``sum(residual) / P``,
+    stays the same: exactly if it is representable, as for integers, and otherwise to rounding.
 
-    - *Residuals, velocities* (:func:`dgc`) and all other floats that differ between workers, such as momentum in
-      :func:`per_worker`: each new worker has the mean of the old ones it replaces. If old workers lie side by side, and
-      new ones over the same stretch, these are the ones that it covers. Where P doubles, each old worker is copied to
-      two; where it halves, two are averaged; where it stays, so does everything. Magnitudes remain those that
-      thresholds are for, no worker has more to deliver than others, second moments stay positive. (The sum of all on
-      one worker would be as exact, and deliver a P-th as much in a step.) Over two levels the residuals of a node are
-      joined from its shards, given to new nodes likewise, and cut anew.
-    - *The agreed step*, and all else that is no float: those of the first worker that is covered.
-    - *Ok-Topk's regions*: their boundaries are interpolated, so that the new ones hold equal parts of what the old ones
-      held. Where it is not known how (another number of workers a node; a state of your own whose shape depends on P),
-      they begin anew.
-    - *An optimizer in* :func:`sharded`: joined and cut anew, exactly.
-    - *What is alike on all workers*, such as Adam's moments: placed on the new mesh.
+    - *Residuals, velocities* (:func:`dgc`) and all other floats that differ between workers, such
+      as momentum in :func:`per_worker`: think of the old workers as lying side by side, and of the
+      new ones as lying over the same stretch. Each new worker gets the mean of the old ones that
+      it covers. If P doubles, each old worker is copied to two. If P halves, two are averaged. If
+      P stays, nothing changes. So magnitudes still fit the thresholds, no worker has more to
+      deliver than others, and second moments stay positive. (To put the sum of all residuals on
+      one worker would be as exact, but would deliver a P-th as much in a step.) Over
+      two levels, the residuals of a node are joined from its shards, moved to the new nodes in the
+      same way, and cut into shards again.
+    - *The agreed step*, and everything else that is no float: each new worker gets those of the
+      first old worker that it covers.
+    - *Ok-Topk's regions*: their boundaries are interpolated, so that the new regions hold equal
+      parts of what the old ones held. If it is not known how to move such a state, it begins anew.
+      That is so if the number of workers in a node changes, and for a state of your own whose
+      shape depends on P.
+    - *An optimizer in* :func:`sharded`: its state is joined and cut again, exactly.
+    - *What is alike on all workers*, such as Adam's moments: it is placed on the new mesh.
 
-    All is computed on the host, in NumPy, in one pass over the state. In a run of several processes each of them calls
-    this, and holds the whole state meanwhile.
+    Everything is computed on the host, in NumPy, in one pass over the state. In a run of several
+    processes, each of them calls this function, and holds the whole state while it runs.
 
     Args:
-      tx: the chain, as for the new mesh. Axes may have other names, and nothing else may differ.
-      opt_state: its state: global arrays on any mesh, or NumPy's, as they come from a checkpoint; also in dicts and
-        lists by the same names, as orbax restores them without a target.
-      params: the parameters, of which the shapes and types matter.
+      tx: the chain, as for the new mesh. Its axes may have other names; nothing else may differ.
+      opt_state: its state: global arrays on any mesh, or NumPy arrays from a checkpoint; also
+        dicts and lists with the same names, as orbax restores them without a target.
+      params: the parameters. Only their shapes and types matter.
       mesh: the new devices.
-      axis: the mesh axis, or axes, along which the workers stand; over two levels ``(inter, intra)``.
+      axis: the mesh axis, or axes, along which the workers stand; over two levels
+        ``(inter, intra)``.
 
     Returns:
-      The state, placed as :func:`state_specs` says. For ``train_step(..., params="per_worker")`` pass the chain that it
-      was given, and begin with the mean of the replicas: ``step.init(mean)._replace(opt_state=...)``.
+      The state, placed as :func:`state_specs` says. For ``train_step(..., params="per_worker")``
+      pass the chain that ``train_step`` was given, and begin with the mean of the replicas:
+      ``step.init(mean)._replace(opt_state=...)``.
 
     Raises:
-      ValueError: the mesh lacks the axis; the state is not one of this chain and these parameters; parts of the
-        state are of different numbers of workers.
+      ValueError: the mesh lacks the axis; the state does not belong to this chain and these
+        parameters; or parts of the state belong to different numbers of workers.
 
     Example::
 
       state = checkpointer.restore(path)  # saved by 8 workers
-      opt_state = jsparse.reshard(tx, state["opt_state"], params, mesh, "data")  # for those of the mesh
+      opt_state = jsparse.reshard(tx, state["opt_state"], params, mesh, "data")  # for the mesh's
 
-    **Cost**: nothing is sent, except where arrays lie in several processes: each of them gathers these.
+    **Cost**: nothing is sent, except for arrays that are spread over several processes: each
+    process gathers these.
     """
     check_axis(mesh, axis)
     names = (axis,) if isinstance(axis, str) else axis
@@ -86,7 +93,10 @@ def reshard(
 
 
 def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, specs: Any, wanted: list[bool]) -> Any:
-    """Those leaves of a new run's state that are wanted, and False in place of others, which are not computed."""
+    """The wanted leaves of a new run's state, and False in place of the others.
+
+    The others are not computed.
+    """
     places, treedef = jax.tree.flatten(specs)
     if not any(wanted):
         return jax.tree.unflatten(treedef, wanted)
@@ -103,7 +113,10 @@ def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, s
 def _matching(
     tx: optax.GradientTransformation, given: Mapping[str, Any], params: optax.Params, mesh: Mesh
 ) -> tuple[optax.GradientTransformation, Any]:
-    """The chain of the state, by itself or in ``per_worker``, and its state as on a worker without others."""
+    """The chain that the state belongs to, and its state as it is on a worker without others.
+
+    The chain is ``tx`` by itself, or ``tx`` in ``per_worker``.
+    """
     differ = []
     for chain in (tx, per_worker(tx)):
         once = _local(chain, params, mesh, {})
@@ -115,11 +128,11 @@ def _matching(
         differ.append((missing, further))
     missing, further = differ[0]
     what = f"lacks {missing[0]!r}" if missing else f"has {further[0]!r}, which that of the chain has not"
-    raise ValueError(f"the state is not one of this chain: it {what}; {FIX}")
+    raise ValueError(f"the state does not belong to this chain: it {what}; {FIX}")
 
 
 def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, sizes: Mapping[str, int]) -> Any:
-    """The state of one worker, where axes have these sizes, or 1."""
+    """The state of one worker on axes of these sizes. Other axes have size 1."""
     everywhere, found = PartitionSpec(), []
     shape = AbstractMesh(tuple(sizes.get(name, 1) for name in mesh.axis_names), mesh.axis_names)
 
@@ -132,7 +145,7 @@ def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, s
 
 
 def _paths(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves by the names on the way to them, whether of attributes, keys or places."""
+    """The leaves, and for each the names of the attributes, keys or places that lead to it."""
 
     def name(key):
         return str(next(getattr(key, kind) for kind in ("name", "idx", "key") if hasattr(key, kind)))
@@ -142,7 +155,10 @@ def _paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _on_host(given: Mapping[str, Any], path: str, local: Local) -> Any:
-    """The whole array, in NumPy; a random key as it is. Of what has no elements there may be none in a checkpoint."""
+    """The whole array, in NumPy. A random key is returned unchanged.
+
+    A checkpoint may lack arrays without elements: these are made here.
+    """
     if path not in given:
         return np.zeros(local.shape, local.dtype)
     leaf = given[path]

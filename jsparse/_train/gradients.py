@@ -1,4 +1,4 @@
-"""Each worker's own gradient, of a batch in one part or several."""
+"""Each worker's own gradient of its share of a batch, in one part or several."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from .._comm.comm import Comm, CommLike, as_comm
 def local_value_and_grad(
     loss_fn: Callable[..., Any], axis: CommLike, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """``jax.value_and_grad`` of each worker's own loss, with each worker's own gradient.
+    """``jax.value_and_grad`` of each worker's own loss, which gives each worker's own gradient.
 
-    Under ``jax.shard_map(check_vma=True)`` JAX sums the gradient with respect to replicated parameters
-    over the workers before one sees it; here it does not. Elsewhere this is ``jax.value_and_grad``.
+    Under ``jax.shard_map(check_vma=True)``, ``jax.value_and_grad`` sums the gradient of replicated
+    parameters over the workers. This function does not. Elsewhere the two are the same.
 
     Args:
       loss_fn: the worker's loss, without any psum or pmean over workers in it.
@@ -43,7 +43,7 @@ def local_value_and_grad(
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A user's loss function, and how it is called.
+    """A user's loss function, and how to call it.
 
     Attributes:
       fn: the function.
@@ -58,7 +58,7 @@ class Loss:
     with_key: bool
 
     def __call__(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple[Any, tuple[Any, Any]]:
-        """``(loss, (model_state, aux))``, whichever of them the function knows."""
+        """Returns ``(loss, (model_state, aux))``. What the function does not return is None."""
         kwargs = {"model_state": model_state} if self.has_model_state else {}
         if self.with_key:
             kwargs["key"] = key
@@ -77,7 +77,7 @@ class Gradients:
     Attributes:
       loss: the loss.
       comm: the workers.
-      micro_batches: how many parts.
+      micro_batches: the number of parts.
     """
 
     loss: Loss
@@ -85,7 +85,11 @@ class Gradients:
     micro_batches: int
 
     def __call__(self, params: Any, kept: Any, batch: Any, key: Any) -> tuple[Any, Any, Any]:
-        """``(model state, (loss, aux), gradient)``: means over the parts, model states in turn."""
+        """Returns ``(model state, (loss, aux), gradient)``.
+
+        The loss, the metrics and the gradient are means over the parts. The model state passes
+        from part to part.
+        """
         if self.micro_batches == 1:
             return self._of_part(params, kept, batch, key, 0)
         parts = jax.tree.map(lambda x: x.reshape(self.micro_batches, -1, *x.shape[1:]), batch)

@@ -9,7 +9,9 @@ from jax.sharding import PartitionSpec
 
 
 class PerWorkerState(NamedTuple):
-    """State of :func:`per_worker`: the inner state, every leaf's leading axis concatenating over workers.
+    """State of :func:`per_worker`: the inner state, in which each leaf has a part for each worker.
+
+    The parts are concatenated along the leading axis.
 
     Attributes:
       inner: the wrapped transformation's state, scalars as vectors of length 1.
@@ -22,55 +24,63 @@ class PerWorkerState(NamedTuple):
         return jax.tree.map(lambda _: PartitionSpec(axis), self)
 
     def moved(self, old: "PerWorkerState", once: Any, move: Any) -> "PerWorkerState":
-        """The state among other workers: each part as it moves by itself, or one of its kind for each worker."""
+        """The state for another number of workers.
+
+        A part that has a ``moved`` of its own moves by that. Every other array moves as one of
+        which each worker has its own.
+        """
         return PerWorkerState(move.tree(self.inner, old.inner, once.inner, of_each=True))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardedState:
-    """State of :func:`sharded`: the inner state of a worker's parts, leading axes concatenating over its workers.
+    """State of :func:`sharded`: the inner state, in which each leaf is cut among its workers.
+
+    Their parts are concatenated along the leading axis.
 
     Attributes:
       inner: the wrapped transformation's state, scalars as vectors of length 1.
-      axis: the mesh axes among which it is cut; along others it is alike.
+      axis: the mesh axes among which it is cut. Along other axes it is alike.
     """
 
     inner: Any
     axis: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def specs(self, axis: Any) -> Any:
-        """The state with a PartitionSpec in place of every leaf: along its own axes, where it has any."""
+        """The state with a PartitionSpec for every leaf: along its own axes if it has any."""
         return jax.tree.map(lambda _: PartitionSpec(self.axis or axis), self)
 
     def moved(self, old: "ShardedState", once: "ShardedState", move: Any) -> "ShardedState":
-        """The state among other workers: joined and cut anew, exactly."""
+        """The state for another number of workers: joined and cut again, exactly."""
         inner = jax.tree.map(lambda *leaves: move.recut(self.axis, *leaves), self.inner, old.inner, once.inner)
         return ShardedState(inner, self.axis)
 
 
 def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Gives the state of a transformation that stands *before* the all-reduce its worker axis.
+    """Gives each worker its own state of a transformation that is *before* the all-reduce.
 
-    Before the all-reduce each worker sees its own gradient, so its momentum, say, differs from that of
-    others. Wrapped, it is placed and saved as such; :func:`jsparse.state_specs` refuses a chain that
-    needs this and lacks it.
+    Before the all-reduce each worker sees its own gradient. So its momentum, for example, differs
+    from that of other workers. A wrapped transformation has a state that is placed and saved per
+    worker. :func:`jsparse.state_specs` refuses a chain that needs this and lacks it.
 
-    Where workers have parameters of their own, everything differs: wrap the whole chain
+    If workers have parameters of their own, everything differs: wrap the whole chain
     (``train_step(..., params="per_worker")`` does it for you).
 
     Args:
       tx: the transformation.
 
     Returns:
-      The same transformation with its state laid out per worker. Initialise it by :func:`jsparse.init`:
-      a state made inside ``shard_map(check_vma=True)`` is typed as alike on all workers until its first
-      update.
+      The same transformation with its state laid out per worker. Initialise it by
+      :func:`jsparse.init`: a state made inside ``shard_map(check_vma=True)`` is typed as alike on
+      all workers until its first update.
 
     Example (momentum correction)::
 
       tx = optax.chain(
-          jsparse.per_worker(optax.trace(0.9)), jsparse.oktopk("data", density=0.01), optax.scale(-0.1)
+          jsparse.per_worker(optax.trace(0.9)),
+          jsparse.oktopk("data", density=0.01),
+          optax.scale(-0.1),
       )
     """
     tx = optax.with_extra_args_support(tx)

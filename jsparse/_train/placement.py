@@ -1,4 +1,4 @@
-"""Placing a chain's state: which leaves differ between workers, and which chains would place them wrongly."""
+"""The placement of a chain's state, and the refusal of chains that would be placed wrongly."""
 
 from typing import Any
 
@@ -17,21 +17,21 @@ AxisName = str | tuple[str, ...]
 
 
 def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
-    """A PartitionSpec for every leaf of a chain's state: ours and other transformations'.
+    """A PartitionSpec for every leaf of a chain's state, jsparse's own and others'.
 
     Args:
       opt_state: the state, or its shapes.
       axis: the mesh axis, or axes, along which the workers stand.
 
     Returns:
-      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers (in a
-      :class:`ShardedState`, its own axes), and ``PartitionSpec()`` elsewhere: ``in_specs`` and ``out_specs`` for
-      ``jax.shard_map``.
+      The state with ``PartitionSpec(axis)`` in place of every leaf that differs between workers
+      (in a :class:`ShardedState`, with its own axes), and with ``PartitionSpec()`` in place of
+      every other leaf. Use it as ``in_specs`` and ``out_specs`` of ``jax.shard_map``.
 
     Raises:
-      ValueError: a transformation before the all-reduce has a state that differs between workers and is not wrapped
-        in :func:`jsparse.per_worker`; or the all-reduce stands inside ``optax.MultiSteps`` or
-        ``optax.apply_if_finite``.
+      ValueError: a transformation before the all-reduce has a state that differs between workers
+        and is not wrapped in :func:`jsparse.per_worker`; or the all-reduce is inside
+        ``optax.MultiSteps`` or ``optax.apply_if_finite``.
     """
     check_order(opt_state)
 
@@ -49,16 +49,17 @@ def check_update(
     axis: AxisName,
     per_worker: bool,
 ) -> None:
-    """Traces an update, and refuses it where what should be alike on all workers may differ, by its types."""
+    """Traces an update, and refuses it if types say that replicated results may differ."""
     comm = AxisComm(axis)
     grads = comm.varying(jax.tree.map(jnp.zeros_like, params))
     params = comm.varying(params) if per_worker else params
     fix = (
         "Wrap the whole chain in jsparse.per_worker(...)"
         if per_worker
-        else "Wrap what remembers gradients before the all-reduce in jsparse.per_worker(...); let an all-reduce cover "
-        "every parameter that is trained; and freeze others before it, with optax.masked(optax.set_to_zero(), mask). "
-        "Where replicas are to differ, as with jsparse.a2sgd, give each worker parameters of its own: "
+        else "Wrap each transformation that stands before the all-reduce and remembers gradients in "
+        "jsparse.per_worker(...); let an all-reduce cover every parameter that is trained; and freeze the others "
+        "before the all-reduce, with optax.masked(optax.set_to_zero(), mask). "
+        "If replicas are meant to differ, as with jsparse.a2sgd, give each worker parameters of its own: "
         'jsparse.train_step(..., params="per_worker"), or in your own loop jsparse.init(..., per_worker=True)'
     )
     axes = {axis} if isinstance(axis, str) else set(axis)
@@ -78,32 +79,36 @@ def check_update(
 
 
 def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
-    """The axis, which the mesh has."""
+    """Returns the axis; refuses one that the mesh does not have."""
     if not isinstance(axis, str | tuple):
         raise ValueError(
-            f"axis is {axis!r}; with a mesh, name its axis, or a tuple of them; a Comm goes with mesh=None"
+            f"axis is {axis!r}; with a mesh, name its axis, or a tuple of its axes; a Comm needs mesh=None"
         )
     missing = [name for name in ((axis,) if isinstance(axis, str) else axis) if name not in mesh.axis_names]
     if missing:
-        raise ValueError(f"the mesh has axes {mesh.axis_names}, and not {missing[0]!r}: name one that it has")
+        raise ValueError(f"the mesh has axes {mesh.axis_names}, and not {missing[0]!r}: name one of its axes")
     return axis
 
 
 def check_order(state: Any, per_worker: bool = False) -> None:
-    """Refuses a chain that would be placed, or run, wrongly; all inside ``per_worker`` is placed rightly."""
+    """Refuses a chain that would be placed, or run, wrongly.
+
+    Everything inside ``per_worker`` is placed correctly.
+    """
     per_worker |= isinstance(state, PerWorkerState)
     if not holds(state, SparseAllReduceState):
         return
     if isinstance(state, optax.MultiStepsState):
         raise ValueError(
-            "optax.MultiSteps around the all-reduce sends in every micro-step what one message could carry, and "
+            "optax.MultiSteps around the all-reduce sends a message in every micro-step where one would do, and "
             "accumulates each worker's own gradients as if they were alike: use "
             "jsparse.train_step(..., micro_batches=m), or accumulate before tx.update"
         )
     if isinstance(state, optax.ApplyIfFiniteState):
         raise ValueError(
-            "optax.apply_if_finite around the all-reduce would skip it on some workers and hang the others: put it "
-            "around what follows; after a non-finite gradient on any worker the update is NaN on all"
+            "optax.apply_if_finite around the all-reduce would skip it on some workers, and the others would wait for "
+            "ever: put it around what follows the all-reduce. After a non-finite gradient on any worker the update is "
+            "NaN on all workers"
         )
     children = _children(state)
     if type(state) is tuple and not per_worker:
@@ -120,7 +125,10 @@ def check_order(state: Any, per_worker: bool = False) -> None:
 
 
 def _remembers(state: Any) -> bool:
-    """Whether a state depends on gradients: whether it holds floats or flags, injected hyperparameters apart."""
+    """Whether a state depends on gradients.
+
+    That is assumed if it holds floats or flags, except injected hyperparameters.
+    """
     if isinstance(state, (PerWorkerState, ShardedState)):
         return False
     if hasattr(state, "hyperparams") and hasattr(state, "inner_state"):
@@ -136,5 +144,5 @@ def holds(state: Any, kind: type) -> bool:
 
 
 def _children(state: Any) -> list[Any]:
-    """What a node of a pytree holds, one level down; of a leaf, the leaf."""
+    """What a node of a pytree holds, one level down; for a leaf, the leaf."""
     return jax.tree.leaves(state, is_leaf=lambda node: node is not state)

@@ -1,4 +1,4 @@
-"""What a training step carries, and its average over workers that differ."""
+"""The state of a training step, and the average of parameters that differ between workers."""
 
 import functools
 from collections.abc import Callable
@@ -15,12 +15,14 @@ from .workers import number_of_workers, workers_of
 
 
 class TrainState(NamedTuple):
-    """What a training step carries.
+    """The state of a training step.
 
     Attributes:
-      params: the parameters, alike on all workers; where each has its own, with a leading axis of P.
+      params: the parameters, alike on all workers; or, if each worker has its own, with a leading
+        axis of P.
       opt_state: the chain's state.
-      model_state: what the model keeps beside parameters, such as batch statistics; None without.
+      model_state: what the model keeps beside parameters, such as batch statistics; None if it
+        keeps nothing.
     """
 
     params: Any
@@ -29,26 +31,29 @@ class TrainState(NamedTuple):
 
 
 def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any:
-    """Averages parameters that differ between workers, in one message: what ends such a training, or punctuates it.
+    """Averages parameters that differ between workers, in one message.
 
-    Floats are averaged; of other leaves (integers, booleans, random keys) each element becomes the largest of any
-    worker. Parameters that agree already stay as they are, to rounding. It averages anything else that is kept per
-    worker as well, such as a ``model_state``.
+    Use it at the end of a training in which workers have parameters of their own, or now and then
+    during it. Floats are averaged. In other leaves (integers, booleans, random keys) each element
+    becomes the largest of any worker. Parameters that agree already stay as they are, to rounding.
+    It also averages anything else that is kept per worker, such as a ``model_state``.
 
     Args:
-      params: inside ``shard_map``, ``pmap`` or ``vmap`` this worker's parameters; with ``mesh`` the global arrays, each
-        with a leading axis of P, or the :class:`TrainState` of ``train_step(..., params="per_worker")``, whose
-        parameters are meant; without a mesh, among processes, this worker's or its TrainState.
+      params: inside ``shard_map``, ``pmap`` or ``vmap``, this worker's parameters. With ``mesh``,
+        the global arrays, each with a leading axis of P, or the :class:`TrainState` of
+        ``train_step(..., params="per_worker")``, whose parameters are averaged. Without a mesh,
+        among processes, this worker's parameters or its TrainState.
       comm: the mesh axis, or axes, along which the workers stand; without ``mesh`` also a Comm.
-      mesh: the devices, to call it from outside, jitted.
+      mesh: the devices, for a call from outside ``shard_map``; it is jitted.
 
     Returns:
-      The mean, alike on all workers. With ``mesh`` it is replicated over it and has no leading axis: ordinary
-      parameters. To go on training, use the step's own :meth:`TrainStep.sync_params`.
+      The mean, alike on all workers. With ``mesh`` it is replicated over the mesh and has no
+      leading axis: ordinary parameters. To go on training, use the step's own
+      :meth:`TrainStep.sync_params`.
 
     Raises:
-      ValueError: the axis is not bound and there is no ``mesh``; or with ``mesh``, it lacks the axis, or a leaf has no
-        leading axis of P.
+      ValueError: the axis is not bound and there is no ``mesh``; or the ``mesh`` lacks the axis;
+        or, with ``mesh``, a leaf has no leading axis of P.
 
     **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker.
 
@@ -81,13 +86,16 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
 
 @functools.cache
 def averaging(mesh: Mesh | None, axis: AxisName | Comm, stacked: bool) -> Callable[[Any], Any]:
-    """The mean of what workers have, jitted: once; or stacked, for each of them, and the old ones donated."""
+    """A jitted function that averages what workers have.
+
+    It returns the mean once; or, if ``stacked``, once for each worker, and donates its argument.
+    """
     workers = workers_of(mesh, axis)
     return workers.on_each(functools.partial(mean, workers.comm), stacked=stacked)
 
 
 def mean(comm: Comm, tree: Any) -> Any:
-    """The mean over workers of all floats, in one message; of what else may differ, the largest."""
+    """The mean over workers of all floats, in one message; for other types, the largest."""
     size = comm.size
     leaves, treedef = jax.tree.flatten(tree)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]

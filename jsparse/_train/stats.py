@@ -1,4 +1,4 @@
-"""What a chain's state tells of its last synchronisation."""
+"""What a chain's state tells about its last synchronisation."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .._engine.state import SparseAllReduceState
 
 
 def residual(opt_state: Any) -> jax.Array:
-    """The residuals: what each worker has accumulated and not yet got delivered.
+    """The residuals: what each worker has accumulated and has not yet delivered.
 
     Args:
       opt_state: a chain's state with one sparse all-reduce: global arrays, or one worker's part.
@@ -24,8 +24,8 @@ def residual(opt_state: Any) -> jax.Array:
     Returns:
       Shape ``(P, n)``: the flat residuals, in the order of ``jax.tree.leaves(params)`` (with
       ``scope="leaf"`` and ``dense_below``, those of the sparse leaves). ``n`` is 0 without error
-      feedback, and over two levels the length of a shard. Over several processes it is a global array:
-      ``addressable_shards`` are the rows of this process's workers.
+      feedback. Over two levels it is the length of a shard. Over several processes the result is a
+      global array: its ``addressable_shards`` are the rows of this process's workers.
     """
     state = find(opt_state)
     workers = state.step.shape[0]
@@ -34,20 +34,24 @@ def residual(opt_state: Any) -> jax.Array:
 
 
 class Stats(NamedTuple):
-    """What the last synchronisation did. Every leaf has one entry a worker, shape ``(P,)``.
+    """What the last synchronisation did.
+
+    Every leaf has one entry for each worker, shape ``(P,)``.
 
     Attributes:
       step: int32: synchronisations so far, without those that met a non-finite gradient.
       selected: int32: elements that qualified on this worker.
       overflowed: int32: those of them that did not fit into its buffers and wait in its residual.
       delivered: int32: elements of this worker that became part of the update.
-      updated: int32: elements of the update that are not zero, alike on all workers: over n, the density
-        to which it has filled in. An all-gather counts an index once for each worker that sent it.
+      updated: int32: elements of the update that are not zero, alike on all workers. Divided by n,
+        that is the density to which the update has filled in. An all-gather counts an index once
+        for each worker that sent it.
       thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach on this worker.
-      global_thresholds: shape ``(P, buckets)``: the magnitude that they had to reach in the sum; 0
-        where the all-reduce has no such threshold.
+      global_thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach in the
+        sum; 0 if the all-reduce has no such threshold.
       residual_norm: Euclidean norm of this worker's residual.
-      words: uint32: 4-byte words that this worker sent. Rounds of pairs count the busiest path.
+      words: uint32: 4-byte words that this worker sent. For rounds in which pairs exchange, the
+        busiest path is counted.
       messages: uint32: messages that this worker sent, counted likewise.
     """
 
@@ -64,16 +68,17 @@ class Stats(NamedTuple):
 
 
 def stats(opt_state: Any) -> Stats:
-    """Reads off a chain's state what its last synchronisation did.
+    """Reads from a chain's state what its last synchronisation did.
 
-    Over several processes all of them must call it, and each gets the figures of all workers: a few words
-    a worker are gathered, in one message.
+    Over several processes, all of them must call it, and each gets the figures of all workers. A
+    few words a worker are gathered for this, in one message.
 
     Args:
-      opt_state: a chain's state with one of our transformations: global arrays, or one worker's part.
+      opt_state: a chain's state with one jsparse transformation: global arrays, or one worker's
+        part.
 
     Returns:
-      One entry a worker.
+      One entry for each worker.
     """
     state = find(opt_state)
     sharding = state.step.sharding if is_global(state.step) else None
@@ -93,7 +98,7 @@ def _read(state: SparseAllReduceState) -> Stats:
 
 @functools.cache
 def _gathering(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[SparseAllReduceState], Stats]:
-    """Reads the figures of all workers, in every process."""
+    """A jitted function that reads the figures of all workers, in every process."""
     comm = AxisComm(axis)
 
     def local(state):
@@ -115,12 +120,13 @@ def _gathering(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[SparseAllRe
 
 
 def find(opt_state: Any) -> SparseAllReduceState:
-    """The one state of ours in a chain's."""
+    """The one state of a jsparse transformation in a chain's state."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda state: isinstance(state, SparseAllReduceState))
     found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]
     if len(found) != 1:
         raise ValueError(
-            f"the optimizer state holds {len(found)} states of a jsparse transformation; this reads one: pass a part "
-            "that holds one, and put a preset such as jsparse.oktopk(axis, density=0.01) into a chain that has none"
+            f"the optimizer state holds {len(found)} states of a jsparse transformation; this function reads exactly "
+            "one. If there are several, pass a part of the state that holds one. If there is none, put a preset such "
+            "as jsparse.oktopk(axis, density=0.01) into the chain"
         )
     return found[0]

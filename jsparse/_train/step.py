@@ -20,8 +20,9 @@ from .workers import Workers, workers_of
 class TrainStep:
     """A jitted training step, made by :func:`train_step`.
 
-    ``step(state, batch)``, or ``step(state, batch, key)``, returns the new state and the loss, or ``(loss, aux)``,
-    averaged over workers and micro-batches. It donates the old state, which can't be used again.
+    ``step(state, batch)``, or ``step(state, batch, key)``, returns the new state and the loss, or
+    ``(loss, aux)``, averaged over workers and micro-batches. It donates the old state, which can't
+    be used again.
     """
 
     def __init__(self, body: "Body", place: Callable[..., TrainState], average: Callable[[Any], Any] | None):
@@ -33,20 +34,23 @@ class TrainStep:
 
         Args:
           params: the parameters; they are copied.
-          model_state: what the model keeps beside them, for one worker; it is copied to all.
+          model_state: what the model keeps beside parameters, for one worker; it is copied to all.
 
         Returns:
-          The state. Parameters and a model state kept per worker have a leading axis of P.
+          The state. Parameters and a model state that are kept per worker have a leading axis of
+          P.
 
         Raises:
-          ValueError: several processes begin with different parameters or model states; or as :func:`jsparse.init`.
+          ValueError: several processes begin with different parameters or model states; or as
+            :func:`jsparse.init`.
         """
         return self._place(params, model_state)
 
     def sync_params(self, state: TrainState) -> TrainState:
-        """Averages the parameters that workers have of their own, so that training goes on from equal ones.
+        """Averages parameters that are kept per worker, so that training goes on from equal ones.
 
-        All floats go in one message. The optimizer's and the model's state stay as they are.
+        All floats are sent in one message. The optimizer's state and the model's state stay as
+        they are.
 
         Args:
           state: from the step before; its parameters are donated.
@@ -70,11 +74,12 @@ class TrainStep:
 
         Args:
           state: from :meth:`init` or from the step before; donated.
-          batch: a pytree of arrays, the leading axis the examples of all workers and micro-batches. Where there are
-            several processes, each passes its own workers' examples, as many as the others do, in the order of its
-            devices in the mesh; or all pass global arrays, which are taken as they are.
-          key: a random key, another in each step; it is folded with the worker's rank and the micro-batch's number. All
-            processes pass the same.
+          batch: a pytree of arrays. Its leading axis has the examples of all workers and
+            micro-batches. If there are several processes, each passes the examples of its own
+            workers, as many as the others do, in the order of its devices in the mesh; or all pass
+            global arrays, which are used as they are.
+          key: a random key, a different one in each step. It is folded with the worker's rank and
+            the micro-batch's number. All processes pass the same key.
 
         Returns:
           The new state, and the mean loss or ``(loss, aux)``.
@@ -85,15 +90,18 @@ class TrainStep:
         return self._run(state, self._whole(batch, key), key)
 
     def lower(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Lowered:
-        """Lowers the step for these arguments (or their shapes), as the method of a jitted function does."""
+        """Lowers the step for these arguments, or their shapes, as jitted functions do."""
         return self.trace(state, batch, key).lower()
 
     def trace(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Traced:
-        """Traces the step for these arguments (or their shapes), as the method of a jitted function does."""
+        """Traces the step for these arguments, or their shapes, as jitted functions do."""
         return self._run.trace(state, self._whole(batch, key), key)
 
     def _whole(self, batch: Any, key: jax.Array | None) -> Any:
-        """The batch of all processes; refused if it can't be divided, or if a key is missing or too much."""
+        """The batch of all processes.
+
+        It is refused if it can't be divided, or if a key is missing or not expected.
+        """
         workers, gradients = self._body.workers, self._body.gradients
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             shape, (count, whose) = jnp.shape(leaf), workers.sharers(leaf)
@@ -124,39 +132,45 @@ def train_step(
     with_key: bool = False,
     check_vma: bool = True,
 ) -> TrainStep:
-    """Makes a whole data-parallel training step: gradients, synchronisation, update, in one jitted program.
+    """Makes a data-parallel training step: gradients, synchronisation and update in one program.
 
     Args:
-      loss_fn: a worker's loss, ``loss_fn(params, batch)``, with ``model_state=`` and ``key=`` as keyword arguments
-        where they are asked for below. It returns the loss; with ``has_aux``, ``(loss, aux)``; with ``model_state``,
-        ``(loss, model_state)`` or ``(loss, (model_state, aux))``.
-      tx: an optax chain that holds one of our transformations; for parameters per worker, any.
-      mesh: the devices; None where each process is one worker, with arrays of its own.
-      axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it; parameters are
-        replicated over the whole mesh, unless each worker has its own. Without a mesh a :class:`Comm` of all workers,
-        such as :class:`MpiComm`: a batch is then this process's share, and what has a leading axis of P, below, has
-        one of 1.
+      loss_fn: a worker's loss, ``loss_fn(params, batch)``, with the keyword arguments
+        ``model_state`` and ``key`` if they are asked for below. It returns the loss; with
+        ``has_aux``, ``(loss, aux)``; with ``model_state``, ``(loss, model_state)`` or
+        ``(loss, (model_state, aux))``.
+      tx: an optax chain that holds one jsparse transformation; with parameters per worker, any
+        chain.
+      mesh: the devices; None if each process is one worker, with arrays of its own.
+      axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it.
+        Parameters are replicated over the whole mesh, unless each worker has its own. Without a
+        mesh, a :class:`Comm` of all workers, such as :class:`MpiComm`. A batch is then this
+        process's share, and a leading axis of P, below, is one of 1.
       has_aux: whether ``loss_fn`` returns metrics beside the loss: numbers, which are averaged.
-      micro_batches: how many parts each worker's share of a batch is computed in, one after the other, with one
-        synchronisation for all.
-      params: whether all workers have the same parameters (``"replicated"``), or each its own (``"per_worker"``:
-        leaves, and those of the whole chain's state, have a worker axis): for algorithms after which replicas differ,
-        such as :func:`jsparse.a2sgd`, or a chain without any all-reduce (local SGD). All begin with the same; the
-        step's ``sync_params`` averages them now and then, :func:`jsparse.sync_params` at the end.
-      model_state: what becomes of what the model keeps beside parameters, such as BatchNorm's statistics: averaged
-        over the workers after each step (``"mean"``; its bytes are sent and counted), or kept by each worker for
-        itself (``"per_worker"``: leaves have a leading axis of P; random keys among them are made different). A key in
-        a state that is averaged is the same on all workers: take ``with_key`` for dropout.
+      micro_batches: the number of parts in which each worker's share of a batch is computed. They
+        are computed one after the other, with one synchronisation for all.
+      params: whether all workers have the same parameters (``"replicated"``), or each has its own
+        (``"per_worker"``: the leaves, and those of the whole chain's state, have a worker axis).
+        The latter is for algorithms after which replicas differ, such as :func:`jsparse.a2sgd`,
+        and for a chain without any all-reduce (local SGD). All workers begin with the same
+        parameters. Average them now and then with the step's ``sync_params``, and at the end with
+        :func:`jsparse.sync_params`.
+      model_state: what happens to the values that the model keeps beside parameters, such as
+        BatchNorm's statistics. ``"mean"``: they are averaged over the workers after each step; the
+        bytes for that are sent and counted. ``"per_worker"``: each worker keeps its own, and
+        leaves have a leading axis of P; random keys among them are made different. In a state that
+        is averaged, a random key is the same on all workers: use ``with_key`` for dropout.
       with_key: whether ``loss_fn`` takes a random key.
-      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all workers is. Without a
-        mesh nothing can see it.
+      check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all
+        workers is. Without a mesh this can't be verified.
 
     Returns:
       The step.
 
     Raises:
-      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; ``micro_batches`` is not positive; from
-        ``init``: ``tx`` does not synchronise, and parameters are replicated; or processes begin with different ones.
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; ``micro_batches`` is
+        not positive. From ``init``: ``tx`` does not synchronise, and parameters are replicated; or
+        processes begin with different ones.
 
     Example::
 
@@ -168,7 +182,7 @@ def train_step(
     """
     workers = workers_of(mesh, axis, check_vma=check_vma)
     if micro_batches < 1:
-        raise ValueError(f"micro_batches is {micro_batches}; it is how many parts a batch has, at least 1")
+        raise ValueError(f"micro_batches is {micro_batches}; it is the number of parts of a batch, at least 1")
     if params not in ("replicated", "per_worker"):
         raise ValueError(f'params is {params!r}; choose "replicated" or "per_worker"')
     if model_state not in (None, "mean", "per_worker"):
@@ -184,14 +198,14 @@ def train_step(
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """What a training step does, in the order of its methods.
+    """The body of a training step. Its methods are in the order in which they run.
 
     Attributes:
-      workers: where it runs.
-      gradients: a worker's gradient.
-      update: the chain's.
+      workers: the workers that run it.
+      gradients: computes a worker's gradient.
+      update: the chain's update.
       differ: whether each worker has parameters of its own.
-      model_state: what becomes of the model state.
+      model_state: what happens to the model state.
     """
 
     workers: Workers
@@ -202,7 +216,10 @@ class Body:
 
     @property
     def stacked(self) -> TrainState:
-        """Which parts of the state have a leading axis for the workers; the optimizer's tells itself."""
+        """Which parts of the state have a leading axis for the workers.
+
+        The optimizer's state is None: it tells this itself.
+        """
         return TrainState(self.differ, None, self.model_state == "per_worker")
 
     def run(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
@@ -226,14 +243,17 @@ class Body:
         return params, kept
 
     def share(self, report: Any, kept: Any) -> tuple[Any, Any]:
-        """The report's mean over the workers; and the model state's, or this worker's with its leading axis."""
+        """Averages the report over the workers, and the model state if it is to be averaged.
+
+        Otherwise it returns this worker's model state with its leading axis.
+        """
         report = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), report)
         if self.model_state == "mean":
             return mean(self.workers.comm, (report, kept))
         return mean(self.workers.comm, report), self.stack(kept)
 
     def stack(self, tree: Any) -> Any:
-        """What one worker has, with the leading axis."""
+        """One worker's part of a tree, with the leading axis."""
         return jax.tree.map(lambda x: self.workers.comm.varying(x)[None], tree)
 
 
@@ -241,7 +261,7 @@ def _first_state(body: Body, tx: optax.GradientTransformation, params: Any, kept
     if (kept is None) != (body.model_state is None):
         raise ValueError(
             f"train_step was given model_state={body.model_state!r}, and init {'no' if kept is None else 'a'} model "
-            "state: say what becomes of one, or leave it out in both places"
+            "state: pass it to both (train_step takes model_state='mean' or 'per_worker'), or to neither"
         )
     workers = body.workers
     params, kept = workers.everywhere(jax.tree.map(_strong_copy, (params, kept)))
@@ -254,6 +274,10 @@ def _first_state(body: Body, tx: optax.GradientTransformation, params: Any, kept
 
 
 def _strong_copy(x: Any) -> jax.Array:
-    """A copy that is not weakly typed: a step would return it so, and the next be compiled anew."""
+    """A copy that is not weakly typed.
+
+    A step would return a weakly typed array as a strongly typed one, and the next step would be
+    compiled again.
+    """
     x = jnp.asarray(x)
     return jnp.copy(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.array(x, x.dtype)

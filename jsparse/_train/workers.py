@@ -17,52 +17,57 @@ from .placement import AxisName, check_axis, check_order, check_update, holds, s
 
 
 class Workers(Protocol):
-    """The workers of a program, as a training step sees them.
+    """The workers of a program, as a training step uses them.
 
     Attributes:
-      comm: how they talk.
+      comm: how they communicate.
     """
 
     @property
     def comm(self) -> Comm: ...
 
     def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
-        """The state of a chain before the first step, placed; refuses a chain that would let replicas drift."""
+        """The state of a chain before the first step, placed on its devices.
+
+        It refuses a chain that would let replicas drift apart.
+        """
         ...
 
     def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
         """Runs ``local(state, batch, key) -> (state, report)`` on every worker.
 
         Args:
-          local: sees one worker's part of the state and of the batch.
-          stacked: a state of bools: which parts have a leading axis for the workers; None for the
-            optimizer's, which tells itself.
+          local: is given one worker's part of the state and of the batch.
+          stacked: a state of bools: which parts have a leading axis for the workers. It is None
+            for the optimizer's state, which tells this itself.
           state, batch, key: global arrays, or this process's.
         """
         ...
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
-        """How many workers a leaf of a batch is divided among, and whose they are, in words."""
+        """Among how many workers a leaf of a batch is divided, and whose they are, in words."""
         ...
 
     def whole(self, batch: Any) -> Any:
-        """The batch of all processes, of this process's share."""
+        """The batch of all processes, made from this process's share."""
         ...
 
     def everywhere(self, tree: Any) -> Any:
-        """The tree, for all workers alike."""
+        """The tree with the same values on all workers."""
         ...
 
     def for_each(self, tree: Any) -> Any:
-        """For each worker a copy of its own, along a leading axis."""
+        """A copy of the tree for each worker, along a leading axis."""
         ...
 
     def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
-        """Runs a function on what each worker has of a tree with a leading axis for the workers, jitted.
+        """A jitted function that runs ``local`` on each worker's part of a tree.
+
+        The tree has a leading axis for the workers.
 
         Args:
-          local: returns what is alike on all workers.
-          stacked: whether the result gets the leading axis again; its argument is donated then.
+          local: a function whose result is alike on all workers.
+          stacked: whether the result gets the leading axis again. If so, the argument is donated.
         """
         ...
 
@@ -93,29 +98,33 @@ def init(
 
     Args:
       tx: the chain.
-      params: its parameters, for all workers alike at the beginning. Several processes pass the same
-        ones each, or global arrays.
-      mesh: the devices; None where each process is one worker, with arrays of its own.
-      axis: the mesh axis, or axes, along which the workers stand; without a mesh a :class:`Comm` of all
-        of them, such as :class:`MpiComm`. All processes must call it then, and what types would tell is
-        not checked.
-      per_worker: whether each worker is to have parameters of its own, so that updates may differ. Wrap
-        the whole chain in :func:`jsparse.per_worker` then.
+      params: its parameters, alike on all workers at the beginning. Each of several processes
+        passes the same ones, or all pass global arrays.
+      mesh: the devices; None if each process is one worker, with arrays of its own.
+      axis: the mesh axis, or axes, along which the workers stand. Without a mesh, a :class:`Comm`
+        of all workers, such as :class:`MpiComm`. Then all processes must call this function, and
+        what types would tell is not checked.
+      per_worker: whether each worker is to have parameters of its own, so that updates may differ.
+        If so, wrap the whole chain in :func:`jsparse.per_worker`.
 
     Returns:
-      The state as global arrays, placed as :func:`state_specs` says; without a mesh ``tx.init(params)``.
+      The state as global arrays, placed as :func:`state_specs` says; without a mesh
+      ``tx.init(params)``.
 
     Raises:
       ValueError: the mesh lacks the axis, or there is no mesh and no Comm; several processes have
-        different parameters; or the chain would let replicas drift apart: a state that differs between
-        workers is not in :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike
-        on all of them.
+        different parameters; or the chain would let replicas drift apart: a state that differs
+        between workers is not in :func:`jsparse.per_worker`, or, without ``per_worker``, an update
+        is not alike on all workers.
     """
     return workers_of(mesh, axis).begin(tx, params, per_worker=per_worker)
 
 
 class OnMesh:
-    """Workers along axes of a mesh, in one program. Several processes each have some of its devices."""
+    """Workers along axes of a mesh, in one program.
+
+    Each of several processes has some of its devices.
+    """
 
     def __init__(self, mesh: Mesh, axis: AxisName, check_vma: bool):
         self._mesh, self._axis, self._check_vma = mesh, axis, check_vma
@@ -174,17 +183,18 @@ class OnMesh:
 
 
 class Process:
-    """One worker, this process, which has its own arrays. The others run the same program."""
+    """This process as one worker with its own arrays. The other workers run the same program."""
 
     def __init__(self, comm: Comm):
         self.comm = comm
 
     def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
-        state = jax.jit(tx.init)(params)  # Jitted, so that no two leaves are one array: it can be donated.
+        # Jitted, so that no two leaves are the same array: the state can be donated.
+        state = jax.jit(tx.init)(params)
         check_order(state)
         if not per_worker and not holds(state, SparseAllReduceState):
             raise ValueError(
-                "nothing in the chain communicates, and parameters would drift apart: put an all-reduce into it, such "
+                "nothing in the chain communicates, so parameters would drift apart: put an all-reduce into it, such "
                 "as jsparse.dense(comm), or give each worker parameters of its own: "
                 'train_step(..., params="per_worker")'
             )
@@ -211,12 +221,12 @@ class Process:
 
 
 def number_of_workers(mesh: Mesh, axis: AxisName) -> int:
-    """How many workers stand along the axes of a mesh."""
+    """The number of workers along the axes of a mesh."""
     return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
 
 
 def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[[Any], Any]:
-    """A function of one worker's part, with or without the leading axis in its result."""
+    """A function of one worker's part. Its result has the leading axis if ``stacked``."""
 
     def one(tree):
         out = local(jax.tree.map(lambda x: x[0], tree))
@@ -226,7 +236,10 @@ def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[
 
 
 def _copies(ranks: jax.Array, tree: Any) -> Any:
-    """A copy for each of these workers, stacked; of a random key, a different one for each."""
+    """A copy for each of these workers, stacked.
+
+    Random keys among the leaves are made different for each worker.
+    """
 
     def copies(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -42,8 +42,8 @@ def divide(
       leaves: arrays, or anything with their shape, size and dtype.
       scope: one bucket for all leaves, or one for each leaf.
       dense_below: leaves of fewer elements go into one bucket of their own, marked dense.
-      bucket_bytes: cut the one bucket for all leaves into several of at most so many bytes (or of one
-        leaf). They are cut from the last leaf to the first: the order of a backward pass.
+      bucket_bytes: cut the one bucket for all leaves into several of at most so many bytes (or of
+        one leaf). They are cut from the last leaf to the first: the order of a backward pass.
 
     Raises:
       ValueError: a bucket would have ``2**31`` elements or more.

@@ -1,4 +1,4 @@
-"""Between a pytree of gradients and the flat vectors that are synchronised."""
+"""The layout of a pytree's leaves in the flat vectors that are synchronised."""
 
 import dataclasses
 import itertools
@@ -13,17 +13,17 @@ from kernels_pallas import varying_as
 
 from .sparse_vector import SparseVector
 
-# Elements of a sparse vector added to a leaf at a time.
+# How many elements of a sparse vector are added to a leaf at a time.
 CHUNK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each of some leaves stands in one flat vector.
+    """The places of some leaves in one flat vector.
 
     Attributes:
-      shapes, dtypes: the leaves'.
-      offsets: where each begins, and at the end the length of them all.
+      shapes, dtypes: those of the leaves.
+      offsets: where each leaf begins, and at the end the length of all leaves together.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The type of the flat vector: the widest of the leaves', at least float32."""
+        """The type of the flat vector: the widest of the leaves' types, at least float32."""
         return jnp.result_type(jnp.float32, *self.dtypes)
 
     def ravel(self, leaves: Sequence[jax.Array]) -> jax.Array:
@@ -53,7 +53,7 @@ class Layout:
         return jnp.concatenate([leaf.reshape(-1).astype(self.dtype) for leaf in leaves])
 
     def unravel(self, vector: jax.Array) -> list[jax.Array]:
-        """The leaves of a flat vector, in their own types."""
+        """The leaves that a flat vector holds, in their own types."""
         windows = itertools.pairwise(self.offsets)
         return [
             vector[begin:end].reshape(shape).astype(dtype)
@@ -61,17 +61,19 @@ class Layout:
         ]
 
     def add_leaves(self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float) -> jax.Array:
-        """Adds each leaf into its window of the vector where ``keep``: in place, when the vector may be overwritten.
+        """Adds each leaf to its window of the vector where ``keep`` is true.
 
-        The result is clipped to magnitudes of at most ``limit``.
+        This is in place if the vector may be overwritten. The result is clipped to magnitudes of
+        at most ``limit``.
         """
-        # XLA:CPU updates a slice in place only where it reads the slice at the same index, and does not know that
-        # index: with constant ones it runs over the whole vector for every leaf, a thousand times slower for all.
+        # XLA:CPU updates a slice in place only if it reads the slice at the same index, and only
+        # if that index is not a constant. With constant indices it goes over the whole vector for
+        # every leaf, which takes a thousand times as long for all leaves.
         zero = jnp.minimum(keep.astype(jnp.int32), 0)
         parts = [leaf.reshape(-1) for leaf in leaves]
         if len(parts) == 1:
-            # A window over the whole vector would be the sum itself: XLA would form it again wherever it is read, and
-            # keep a copy of the old vector for that.
+            # A window over the whole vector would be the sum itself. XLA would compute it again
+            # wherever it is read, and keep a copy of the old vector for that.
             parts = jnp.split(parts[0], [parts[0].size // 2])
         for part, begin in zip(parts, itertools.accumulate((part.size for part in parts), initial=0), strict=False):
             window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))
@@ -81,7 +83,10 @@ class Layout:
         return vector
 
     def add_sparse(self, leaves: Sequence[jax.Array], x: SparseVector) -> list[jax.Array]:
-        """Adds each part of a sparse vector to the leaf it belongs to: in place, when the leaves may be overwritten."""
+        """Adds each element of a sparse vector to the leaf that holds its index.
+
+        This is in place if the leaves may be overwritten.
+        """
         flat = [varying_as(leaf.reshape(-1), x.values) for leaf in leaves]
         if x.values.ndim == 1:
             flat = self._add_run(flat, x)
@@ -95,7 +100,8 @@ class Layout:
         indices = jnp.pad(x.indices, (0, CHUNK), constant_values=x.n)
 
         def add(leaf, begin, end, offset):
-            # What follows the leaf's own elements in the last chunk has indices past the leaf, and is dropped.
+            # The last chunk may also hold elements of later leaves. Their indices are past this
+            # leaf, so they are dropped.
             def chunk(i, leaf):
                 here = begin + i * CHUNK
                 places = lax.dynamic_slice(indices, (here,), (CHUNK,)) - offset

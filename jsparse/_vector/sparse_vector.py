@@ -1,4 +1,4 @@
-"""The sparse vector: coordinates and values, of static length."""
+"""The sparse vector: indices and values, in buffers of static length."""
 
 import dataclasses
 
@@ -15,9 +15,10 @@ from kernels_pallas import bitmap, varying_as
 class SparseVector:
     """A vector of length ``n`` as pairs of index and value, in buffers of static length.
 
-    With buffers of shape ``(capacity,)`` it is one *run*: the indices ascend, none occurs twice, and unused places
-    hold index ``n`` and value 0. With shape ``(runs, capacity)`` it is the sum of its runs, added in order: what an
-    all-gather delivers, summed alike by everyone.
+    If its buffers have shape ``(capacity,)``, it is one *run*: the indices ascend, none occurs
+    twice, and unused places hold index ``n`` and value 0. If they have shape ``(runs, capacity)``,
+    it is the sum of its runs, added in order. An all-gather gives such a vector, and all workers
+    compute the same sum of it.
 
     Attributes:
       values: shape ``(capacity,)`` or ``(runs, capacity)``.
@@ -44,29 +45,38 @@ class SparseVector:
         return jnp.sum(self.indices < self.n, axis=-1, dtype=jnp.int32)
 
     def where(self, keep: jax.Array) -> "SparseVector":
-        """The elements at places where ``keep`` (broadcast) is true; the others become unused, where they stand."""
+        """Keeps the elements where ``keep`` (broadcast) is true.
+
+        The places of the others become unused.
+        """
         return SparseVector(jnp.where(keep, self.values, 0), jnp.where(keep, self.indices, self.n), self.n)
 
     def to_dense(self) -> jax.Array:
-        """The vector itself, shape ``(n,)``. Runs are added in order, so all workers get the same bits."""
+        """The dense vector, shape ``(n,)``.
+
+        Runs are added in order, so all workers get the same bits.
+        """
         return self.add_into(jnp.zeros(self.n, self.values.dtype))
 
     def add_into(self, dense: jax.Array) -> jax.Array:
-        """Adds this vector to ``dense``, run by run and in place where XLA can."""
+        """Adds this vector to ``dense``, run by run, and in place if XLA can."""
         if self.values.ndim == 1:
             return dense.at[self.indices].add(self.values, mode="drop", indices_are_sorted=True, unique_indices=True)
         start = varying_as(dense, self.values)
         return lax.scan(lambda total, run: (run.add_into(total), None), start, self)[0]
 
     def union(self, words: jax.Array | None = None) -> jax.Array:
-        """The bitmap of the indices of all runs, added to ``words`` where given: uint32, ``ceil(n / 32)`` words."""
+        """The bitmap of the indices of all runs, added to the bitmap ``words`` if it is given.
+
+        It has ``ceil(n / 32)`` words of uint32.
+        """
         if words is None:
             words = varying_as(jnp.zeros(-(-self.n // bitmap.WORD), jnp.uint32), self.indices)
         if self.indices.ndim == 1:
             words = bitmap.mark(words, self.indices)
         else:
             words = lax.scan(lambda words, run: (bitmap.mark(words, run), None), words, self.indices)[0]
-        # The padding, n, may have marked bits of the last word.
+        # The index n of unused places may have set a bit of the last word.
         used = self.n % bitmap.WORD
         return words.at[-1].set(words[-1] & jnp.uint32(2**used - 1)) if used else words
 
@@ -75,14 +85,20 @@ class SparseVector:
         return jax.tree.map(lambda a, b: jnp.stack([a, b]), self, other)
 
     def followed_by(self, other: "SparseVector") -> "SparseVector":
-        """The places of both, one after another: no run, but what ``join`` takes where no index occurs twice."""
+        """The places of both vectors, one after another.
+
+        The result is not a run. If no index occurs twice, ``join`` can take it.
+        """
         return jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1), b.reshape(-1)]), self, other)
 
     def merge(self, union: jax.Array | None = None) -> "SparseVector":
-        """The same vector as one run: values with equal indices are added in the order of their runs.
+        """The same vector as one run.
+
+        Values with equal indices are added in the order of their runs.
 
         It needs ``n / 32`` words of scratch space and no sort: each element looks up its place in
-        the union of the runs' indices. A caller that has this bitmap already passes it as ``union``.
+        the union of the runs' indices. A caller that already has this bitmap passes it as
+        ``union``.
         """
         if self.values.ndim == 1:
             return self
@@ -91,14 +107,15 @@ class SparseVector:
         return SparseVector(places.to_dense(), indices, self.n)
 
     def places(self, union: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The indices of a union of runs, ascending; and each element's place among them.
+        """The indices of a union of runs, ascending, and the place of each element among them.
 
         Args:
           union: the bitmap that :meth:`union` makes.
 
         Returns:
-          ``(indices, ranks)``: int32 of shape ``(min(runs * capacity, n),)``, padded with ``n``; and
-          int32 of the shape of ``self.indices``. The rank of an unused place is past the end.
+          ``(indices, ranks)``. ``indices`` is int32 of shape ``(min(runs * capacity, n),)``,
+          padded with ``n``. ``ranks`` is int32 of the shape of ``self.indices``. The rank of an
+          unused place is past the end.
         """
         capacity = min(self.values.size, self.n)
         indices, _ = bitmap.members(union, capacity, self.n)
@@ -106,7 +123,7 @@ class SparseVector:
         return indices, ranks
 
     def concatenate(self, capacity: int) -> "SparseVector":
-        """The same vector as one run, where each run's indices lie wholly above those of the run before."""
+        """The same vector as one run, if each run's indices are above those of the run before."""
         count = self.count
         first = jnp.cumsum(count, dtype=jnp.int32) - count
         places = first[:, None] + lax.iota(jnp.int32, self.capacity)[None]
@@ -114,7 +131,7 @@ class SparseVector:
         return self._place(places, capacity)
 
     def join(self, capacity: int) -> "SparseVector":
-        """The same vector as one run, where no index occurs twice; the indices may stand in any order."""
+        """The same vector as one run, if no index occurs twice. The indices may have any order."""
         return self._place(bitmap.rank(self.union(), self.indices), capacity)
 
     def _place(self, places: jax.Array, capacity: int) -> "SparseVector":
@@ -126,15 +143,16 @@ class SparseVector:
     def window(
         self, begin: jax.Array, length: jax.Array, capacity: int, start: ArrayLike = 0, limit: ArrayLike | None = None
     ) -> "SparseVector":
-        """Stretches of a run, each as a run of its own.
+        """Takes stretches of a run, each as a run of its own.
 
-        Of a stretch longer than ``limit``, ``limit`` elements are taken round a circle that begins at its element
-        ``start`` (modulo its length).
+        If a stretch is longer than ``limit``, ``limit`` elements of it are taken. They follow each
+        other round a circle, from the stretch's element ``start`` (modulo its length) on.
 
         Args:
-          begin: int32, a scalar, or one for each stretch: its first place.
-          length: int32, likewise: its length.
+          begin: int32, a scalar or one for each stretch: its first place.
+          length: int32, of the same shape: its length.
           capacity: length of the new buffers, static.
+          start: the element of a longer stretch from which elements are taken.
           limit: int32, at most ``capacity``, which is the default.
 
         Returns:
@@ -150,7 +168,10 @@ class SparseVector:
         return SparseVector(self.values[place], self.indices[place], self.n).where(taken)
 
     def resize(self, capacity: int) -> "SparseVector":
-        """The same vector in longer buffers, or in shorter ones, which must hold what each run has."""
+        """The same vector in buffers of another length.
+
+        They must hold all elements of each run.
+        """
         x = jax.tree.map(lambda buffer: buffer[..., :capacity], self)
         wide = [(0, 0)] * (self.values.ndim - 1) + [(0, max(0, capacity - self.capacity))]
         return SparseVector(jnp.pad(x.values, wide), jnp.pad(x.indices, wide, constant_values=self.n), self.n)

@@ -1,4 +1,4 @@
-"""All-reduces: how the workers' vectors become their sum."""
+"""All-reduces: they sum the workers' vectors."""
 
 from ._base import AllReduce, ReduceReport
 from .dense import Dense

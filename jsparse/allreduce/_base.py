@@ -1,4 +1,4 @@
-"""What all-reduces have in common."""
+"""The base class of all-reduces, and what an all-reduce reports."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,11 +12,13 @@ from ..wire import Messages
 
 
 class ReduceReport(NamedTuple):
-    """What an all-reduce tells of its last call, beside its result.
+    """What an all-reduce reports of its last call, beside the result.
 
     Attributes:
-      overflowed: int32 scalar: elements of this worker that did not fit into a buffer.
-      threshold: scalar: the magnitude that the sum's elements had to reach; 0 without a threshold.
+      overflowed: int32 scalar: the number of this worker's elements that did not fit into a
+        buffer.
+      threshold: scalar: the magnitude that elements of the sum had to reach; 0 without a
+        threshold.
     """
 
     overflowed: jax.Array
@@ -24,11 +26,11 @@ class ReduceReport(NamedTuple):
 
 
 class AllReduce:
-    """Sums the workers' vectors: a frozen dataclass of hyperparameters. Inherit from this class.
+    """Sums the workers' vectors. Base class: a subclass is a frozen dataclass of hyperparameters.
 
     Attributes:
-      sparse: whether the vectors are sparse, so that it needs a selector.
-      unbiased: whether it rounds at random, right in expectation.
+      sparse: whether it sums sparse vectors. If so, it needs a selector.
+      unbiased: whether it rounds at random, so that its result is right in expectation.
       staleness: by how many steps its sums are late.
     """
 
@@ -40,32 +42,34 @@ class AllReduce:
         return False
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
-        """The state for vectors of length ``n`` among ``size`` workers.
+        """Makes the state for vectors of length ``n`` among ``size`` workers.
 
-        A NamedTuple of arrays, each of which has an axis; by default it is empty. A state whose shape
-        depends on ``size`` may have a method ``moved`` (see :class:`OkTopkState`).
+        The state is a NamedTuple of arrays, each of which has an axis. By default it is empty. A
+        state whose shape depends on ``size`` may have a method ``moved`` (see
+        :class:`OkTopkState`).
         """
         return ()
 
     def __call__(
         self, comm: Comm, x: Any, state: Any, *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector | jax.Array, SparseVector | jax.Array, Any]:
-        """Sums ``x`` over the workers, or as much of it as the algorithm's budget allows.
+        """Sums ``x`` over the workers, or as much of ``x`` as the algorithm's budget allows.
 
         Args:
           comm: the workers.
-          x: this worker's vector. A sparse one is one run, whose capacity is the selector's k.
+          x: this worker's vector. A sparse vector is one run, and its capacity is the selector's
+            k.
           state: from ``init`` or from the step before.
           step: int32 scalar, alike on all workers.
           wire: the messages of this step.
 
         Returns:
-          ``(total, delivered, state)``. ``total`` has the same bits on every worker. ``delivered`` is
-          this worker's share of it: the sum of all workers' shares is ``total``, so ``x - delivered``
-          still has to be sent. The indices of ``delivered`` may stand in any order.
+          ``(total, delivered, state)``. ``total`` has the same bits on every worker. ``delivered``
+          is this worker's share of it: the shares of all workers add up to ``total``. So
+          ``x - delivered`` still has to be sent. The indices of ``delivered`` may have any order.
         """
         raise NotImplementedError
 
     def report(self, state: Any) -> ReduceReport:
-        """What the call that returned ``state`` has to tell."""
+        """The report of the call that returned ``state``."""
         return ReduceReport(jnp.int32(0), jnp.zeros(()))

@@ -1,4 +1,4 @@
-"""Gathering parts of unequal length, and other messages whose lengths follow the data."""
+"""Gathers of parts of unequal length, and other messages whose length depends on the data."""
 
 import bisect
 import functools
@@ -19,16 +19,17 @@ from .._vector.sparse_vector import SparseVector
 from ..quantize import Quantizer
 from ..wire import Compact, Messages
 
-# Lengths that a message may have, in units of an equal share: the smallest that fits is sent.
+# The lengths that a message may have, in units of an equal share. The shortest that fits is sent.
 PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 BALANCING_LENGTHS = (0.25, 0.5, 1.0)
 SHORTEST = 32
 
 
 def lengths_between(least: int, most: int) -> list[int]:
-    """Static lengths for a message that holds ``least`` to ``most`` elements, mostly: ascending, by factors of √2.
+    """Static lengths for a message that usually holds ``least`` to ``most`` elements.
 
-    Nothing is made shorter than ``SHORTEST``: it would go no faster.
+    They ascend, and each is √2 times the one before. None is below ``SHORTEST``, since a shorter
+    message takes as long.
 
     >>> lengths_between(50, 450)
     [50, 70, 100, 141, 200, 282, 400, 450]
@@ -39,7 +40,7 @@ def lengths_between(least: int, most: int) -> list[int]:
 
 
 def halvings(most: int, down_to: int) -> list[int]:
-    """``most``, its half, the half of that, as long as they are at least ``down_to`` and 1: ascending.
+    """``most``, its half, a quarter of it and so on, ascending, down to ``down_to`` and to 1.
 
     >>> halvings(400, 30)
     [50, 100, 200, 400]
@@ -48,15 +49,19 @@ def halvings(most: int, down_to: int) -> list[int]:
 
 
 def fitting(count: jax.Array, lengths: Sequence[int]) -> jax.Array:
-    """Which of ascending lengths ``count`` elements fit into first: int32 scalar; past the last, if into none."""
+    """The place of the first of ascending lengths that holds ``count`` elements: int32 scalar.
+
+    If none holds them, it is the place after the last.
+    """
     return jnp.sum(count > jnp.array(lengths), dtype=jnp.int32)
 
 
 def delta(n: int, dtype: DTypeLike, wire: Messages, among: int | None = None) -> int:
-    """δ, the most elements that take no more words than ``n`` values: ``n * isize / (c + isize)`` at full width.
+    """δ, the largest number of elements that take no more words than ``n`` dense values.
 
-    Renggli, SparCML thesis, section 3.3.2, with values of ``isize`` and indices of ``c`` bytes; indices below
-    ``among``, ``n`` if it is not given.
+    At full width it is ``n * isize / (c + isize)``, for values of ``isize`` and indices of ``c``
+    bytes (Renggli, SparCML thesis, section 3.3.2). The indices are below ``among``, or below ``n``
+    if ``among`` is not given.
     """
     among = among or n
     words = n * jnp.dtype(dtype).itemsize // 4
@@ -64,10 +69,11 @@ def delta(n: int, dtype: DTypeLike, wire: Messages, among: int | None = None) ->
 
 
 def gather_dense(comm: Comm, mine: jax.Array, quantize: Quantizer, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gathers each worker's vector of ``m`` values everywhere, quantized.
+    """Gathers each worker's vector of ``m`` values on every worker, quantized.
 
     Returns:
-      Shape ``(P, m)``, alike on all workers; and what others read of this worker's.
+      All vectors, shape ``(P, m)``, alike on all workers; and this worker's vector as others read
+      it.
     """
     if quantize.lossless:
         return comm.all_gather(mine), mine
@@ -78,7 +84,7 @@ def gather_dense(comm: Comm, mine: jax.Array, quantize: Quantizer, step: jax.Arr
 
 
 def quantizer_key(quantize: Quantizer, *numbers: jax.Array) -> jax.Array:
-    """The key from which a quantizer draws: of its seed, where it has one, and these numbers."""
+    """The random key of a quantizer: from its seed, if it has one, and these numbers."""
     return key_of(getattr(quantize, "seed", 0), *numbers)
 
 
@@ -92,23 +98,24 @@ def gather_parts(
     step: jax.Array,
     wire: Messages,
 ) -> tuple[SparseVector, SparseVector | None]:
-    """Gathers each worker's elements everywhere; balances them first where one has many more than its share.
+    """Gathers each worker's elements on every worker, and balances the parts first if one is long.
 
-    Ok-Topk's ``balance_and_allgatherv`` (section 3.1.2). What does not fit is left out, a different part of it each
-    step.
+    This is Ok-Topk's ``balance_and_allgatherv`` (section 3.1.2). Elements that do not fit are left
+    out, different ones in each step.
 
     Args:
       comm: the workers.
-      mine: this worker's elements, one run; they lie above those of all workers of lower rank.
-      parts: int32, shape ``(P,)``, alike on all workers: about how many elements each has.
-      share: an equal share; balanced parts have this length.
-      balance_above: up to which length, in shares, parts are gathered as they are.
+      mine: this worker's elements, one run. Their indices are above those of all workers of lower
+        rank.
+      parts: int32, shape ``(P,)``, alike on all workers: about how many elements each worker has.
+      share: the length of an equal share. Balanced parts have this length.
+      balance_above: the largest part, in shares, that is gathered without balancing.
       step: int32 scalar, alike on all workers.
       wire: the layout of the messages.
 
     Returns:
-      ``(total, rounding)``: everyone's elements as one run, alike on all workers, and what this worker added to some
-      of them by rounding, None where the wire is lossless.
+      ``(total, rounding)``: the elements of all workers as one run, alike on all workers; and what
+      this worker added to some of them by rounding, or None where the wire is lossless.
     """
     lengths = _part_lengths(balance_above, share, mine.capacity)
     capacity, widest = min(comm.size * lengths[-1], mine.n), max(*lengths, share)
@@ -137,12 +144,17 @@ def gather_parts(
 
 
 def forward(wire: Messages) -> Messages:
-    """The messages in which values that were read once are sent on without another rounding."""
+    """The messages for values that were read once and are sent again without another rounding."""
     return wire if wire.elementwise else Compact().at(wire.step)
 
 
 def round_once(wire: Messages, x: SparseVector) -> tuple[SparseVector, SparseVector | None]:
-    """Rounds a run before it goes anywhere, where it is not rounded again on its way; and says what that changed."""
+    """Rounds a run before it is sent, if the wire does not change such values again.
+
+    Returns:
+      The run, and what rounding changed in it. If the wire is lossless, or would round again, the
+      run is unchanged and the change is None.
+    """
     if wire.lossless or not wire.elementwise:
         return x, None
     read = wire.as_read(x, wire.encode(x))
@@ -150,19 +162,22 @@ def round_once(wire: Messages, x: SparseVector) -> tuple[SparseVector, SparseVec
 
 
 def rounding(comm: Comm, wire: Messages, x: SparseVector, read: SparseVector, capacity: int) -> SparseVector | None:
-    """What a message changed of a run, in ``capacity`` places, where :func:`round_once` left it as it was."""
+    """What a message changed in a run, with ``capacity`` places.
+
+    It is None for a wire whose rounding :func:`round_once` has done.
+    """
     return None if wire.elementwise else comm.varying(difference(read, x).resize(capacity))
 
 
 def difference(a: SparseVector, b: SparseVector) -> SparseVector:
-    """``a - b``, of two runs with the same indices."""
+    """``a - b``, for two runs with the same indices."""
     return SparseVector(a.values - b.values, a.indices, a.n)
 
 
 def _balance(
     comm: Comm, mine: SparseVector, counts: jax.Array, share: int, step: jax.Array, wire: Messages
 ) -> SparseVector:
-    """Moves what some workers have above their share to those that have less: each then has at most ``share``."""
+    """Moves elements to workers with fewer, so that each has at most ``share``."""
     rank = comm.rank()
     kept = _reduce_to(counts, share * comm.size)
     turn = bitmap.turn(step, kept[rank])
@@ -182,16 +197,25 @@ def _balance(
 def exchange_surplus(
     comm: Comm, mine: SparseVector, counts: jax.Array, share: int | jax.Array, length: int, wire: Messages
 ) -> SparseVector:
-    """What others have above their share and this worker below it: a run from each, in messages of ``length``."""
+    """Sends what is above a worker's share to workers below theirs, in messages of ``length``.
+
+    Returns:
+      What arrives at this worker: a run from each worker.
+    """
     first, amount = moves(counts, share)
     outgoing = mine.window(first[comm.rank()], amount[comm.rank()], length)
     return wire.decode(comm.all_to_all(wire.encode(outgoing)), length, mine.n, mine.values.dtype)
 
 
 def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-    """From which place on, and how many elements, each worker sends to each other, so that none has above ``share``.
+    """Plans which elements each worker sends to each other, so that none has above ``share``.
 
-    All surpluses, end to end, fill all deficits, end to end: where two stretches overlap, something is sent.
+    Put all surpluses end to end, and all deficits end to end. Where the surplus of one worker
+    overlaps the deficit of another, the first sends to the second as many elements.
+
+    Returns:
+      ``(first, amount)``, shape ``(P, P)``: worker ``i`` sends ``amount[i, j]`` elements to worker
+      ``j``, from place ``first[i, j]`` on.
     """
     surplus = jnp.maximum(counts - share, 0)
     deficit = jnp.maximum(share - counts, 0)
@@ -203,7 +227,7 @@ def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _reduce_to(counts: jax.Array, room: int) -> jax.Array:
-    """The counts, each made smaller in proportion where their sum exceeds ``room``: in integers of 32 bits."""
+    """Reduces the counts in proportion where their sum exceeds ``room``, in 32-bit integers."""
     total = jnp.sum(counts, dtype=jnp.int32)
     shift = jnp.maximum(16 - lax.clz(total), 0)
     share = ((room >> shift) << 14) // jnp.maximum(-(-total >> shift), 1)
@@ -216,5 +240,5 @@ def _part_lengths(balance_above: float, share: int, most: int) -> list[int]:
 
 
 def _lengths(shares: Sequence[float], share: int, most: int) -> list[int]:
-    """The static lengths of a message, ascending."""
+    """The static lengths of a message, ascending: multiples of ``share``, at most ``most``."""
     return sorted({min(math.ceil(f * share), most) for f in shares})

@@ -16,12 +16,13 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def butterfly(size: int) -> tuple[Pairs, Sequence[Pairs], Pairs]:
-    """Who sends to whom, so that everyone hears from everyone, directly or not.
+    """The pairs of workers that exchange, so that all hear from all, directly or not.
 
     Returns:
-      ``(into, rounds, out)``: workers beyond a power of two first send to others (``into``), which send back to them
-      at the end (``out``); in between, in each of ``rounds``, the others exchange in pairs. Partners of a round have
-      heard from the same number of workers, and none from the same.
+      ``(into, rounds, out)``. The workers beyond a power of two send to others first (``into``),
+      and those send back to them at the end (``out``). In between, in each of ``rounds``, the
+      others exchange in pairs. The two partners of a round have heard from equally many workers,
+      and from no worker in common.
 
     >>> butterfly(5)
     ([(4, 0)], [[(0, 1), (1, 0), (2, 3), (3, 2)], [(0, 2), (1, 3), (2, 0), (3, 1)]], [(0, 4)])
@@ -39,10 +40,11 @@ def receives(comm: Comm, pairs: Pairs) -> jax.Array:
 
 
 def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Messages) -> tuple[SparseVector, SparseVector]:
-    """Sends ``x`` from the first of each pair to the second.
+    """Sends ``x`` from the first worker of each pair to the second.
 
     Returns:
-      What others read of ``x``, and what arrived here: nothing, on a worker that is no second.
+      ``x`` as others read it; and what arrived here, which is empty if this worker is not the
+      second of a pair.
     """
     message = wire.encode(x)
     arrived = wire.decode(comm.ppermute(message, pairs), x.capacity, x.n, x.values.dtype)
@@ -50,7 +52,7 @@ def deliver(comm: Comm, x: SparseVector, pairs: Pairs, wire: Messages) -> tuple[
 
 
 def among(comm: Comm, ranks: Iterable[int]) -> jax.Array:
-    """Whether this worker's is one of these ranks: bool scalar."""
+    """Whether this worker's rank is one of these: bool scalar."""
     chosen = set(ranks)
     return jnp.array([rank in chosen for rank in range(comm.size)])[comm.rank()]
 
@@ -61,10 +63,11 @@ def either(first: jax.Array, a: T, b: T) -> T:
 
 
 def type_as_alike(comm: Comm, x: Message, wire: Messages) -> Message:
-    """``x``, a run or a dense vector that is alike on all workers, typed so.
+    """Types ``x``, a run or a dense vector that has equal values on all workers, as alike on them.
 
-    What has come through a ``ppermute`` can't be typed as alike. Where types tell (``check_vma=True``), each worker
-    gives a part of what all of them have, and they gather it: ``(P-1)/P`` of its length.
+    JAX can't type the result of a ``ppermute`` as alike on all workers. Where types tell
+    (``check_vma=True``), each worker contributes a different part of ``x`` to an all-gather, which
+    sends ``(P-1)/P`` of the length of ``x``. Otherwise ``x`` is returned as it is.
     """
     if not comm.typed:
         return x

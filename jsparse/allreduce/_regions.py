@@ -1,4 +1,4 @@
-"""Reducing by regions: each worker owns an equal part of the indices."""
+"""Reduction by regions: each worker owns an equal part of the indices."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,15 @@ from ..wire import Messages
 from ._gather import delta, exchange_surplus, fitting, forward, halvings, lengths_between, moves, round_once, rounding
 
 T = TypeVar("T")
-# The longest message that is told from longer ones: two of them add up to less than an int32 holds.
+# A longer message counts as this long. The sum of two such lengths still fits in an int32.
 MOST = 2**30 - 1
 
 
 def split_and_reduce(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
-    """Sends each region's elements to its owner, who adds up what arrives, in the order of ranks.
+    """Sends each region's elements to its owner, which adds what arrives in the order of ranks.
 
-    All messages have the length of the longest, rounded up by at most √2: one ``pmax`` agrees on it.
+    All messages have the length of the longest one, rounded up by at most √2. One ``pmax`` makes
+    the workers agree on it.
 
     Args:
       comm: the workers.
@@ -30,8 +31,8 @@ def split_and_reduce(comm: Comm, x: SparseVector, wire: Messages) -> tuple[Spars
       wire: the layout of the messages.
 
     Returns:
-      What others read of ``x``; and this worker's region, of ``ceil(n / P)`` elements, as one run in the region's own
-      indices.
+      ``x`` as others read it; and the sum over this worker's region of ``ceil(n / P)`` indices, as
+      one run whose indices count from the region's begin.
     """
     size, k = comm.size, x.capacity
     block = -(-x.n // size)
@@ -49,7 +50,10 @@ def split_and_reduce(comm: Comm, x: SparseVector, wire: Messages) -> tuple[Spars
 
 
 def in_place(x: SparseVector, first: jax.Array, rows: SparseVector) -> SparseVector:
-    """A run with the values that its stretches, which begin at the places ``first``, have in rows of their own."""
+    """The run ``x`` with the values of ``rows``, each of which holds one stretch of ``x``.
+
+    The stretches begin at the places ``first`` of ``x``.
+    """
     place = lax.iota(jnp.int32, x.capacity)
     row = jnp.searchsorted(first, place, side="right") - 1
     values = rows.values.at[row, place - first[row]].get(mode="fill", fill_value=0)
@@ -57,7 +61,15 @@ def in_place(x: SparseVector, first: jax.Array, rows: SparseVector) -> SparseVec
 
 
 def with_length(comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], T]) -> T:
-    """Sends messages of the least length, of a static few, that holds what the worker with the most has."""
+    """Sends messages of the shortest static length that holds what the fullest worker has.
+
+    Args:
+      comm: the workers.
+      count: how many elements this worker has to send.
+      least: the shortest length that is offered.
+      most: the longest.
+      send: called with the length.
+    """
     lengths = lengths_between(least, most)
     if len(lengths) == 1:
         return send(most)
@@ -66,14 +78,17 @@ def with_length(comm: Comm, count: jax.Array, least: int, most: int, send: Calla
 
 
 def regions(x: SparseVector, parts: int, block: int) -> tuple[jax.Array, jax.Array]:
-    """Where each region of ``block`` indices begins in a run, and how many elements it has: int32, ``(parts,)``."""
+    """For each region of ``block`` indices, its first place in a run and its count of elements.
+
+    Both are int32, shape ``(parts,)``.
+    """
     starts = jnp.array([min(part * block, x.n) for part in range(parts + 1)], jnp.int32)
     edges = jnp.searchsorted(x.indices, starts).astype(jnp.int32)
     return edges[:-1], edges[1:] - edges[:-1]
 
 
 def merge_region(arrived: SparseVector, region: jax.Array, block: int) -> SparseVector:
-    """Combines runs of elements of one region, in the region's own indices."""
+    """Adds runs that have elements of one region, as one run with the region's own indices."""
     own = jnp.where(arrived.indices < arrived.n, arrived.indices - region * block, block)
     return SparseVector(arrived.values, own, block).merge()
 
@@ -81,22 +96,23 @@ def merge_region(arrived: SparseVector, region: jax.Array, block: int) -> Sparse
 def gather_regions(
     comm: Comm, mine: SparseVector, n: int, k: int, *, step: jax.Array, wire: Messages
 ) -> tuple[SparseVector | jax.Array, SparseVector | None]:
-    """Gathers all regions, in the fewest bytes: sparse as they are, or balanced first, or dense.
+    """Gathers all regions in the fewest bytes: sparse, balanced and sparse, or dense.
 
-    From δ elements on (the thesis's, section 3.3.2: ``n`` values take as many bytes as δ pairs of index and value) a
-    dense message is the shorter one, so they are dense from there at the latest.
+    ``n`` dense values take as many bytes as δ pairs of index and value (the thesis, section
+    3.3.2). So a result of δ elements or more is gathered densely.
 
     Args:
       comm: the workers.
-      mine: this worker's region, a run in its own indices.
+      mine: this worker's region, one run in the region's own indices.
       n: length of the whole vector.
-      k: the most elements that a worker had before.
+      k: the most elements that a worker had before the split.
       step: int32 scalar, alike on all workers.
       wire: the layout of sparse messages.
 
     Returns:
-      ``(total, rounding)``: the whole vector, alike on all workers: one run where ``P k`` elements are fewer than δ,
-      else dense; and what this worker added to it by rounding, None where the wire is lossless.
+      ``(total, rounding)``: the whole vector, alike on all workers: one run if ``P k`` elements
+      are at most δ, and dense otherwise; and what this worker added to it by rounding, or None
+      where the wire is lossless.
     """
     size, block, dtype = comm.size, mine.n, mine.values.dtype
     capacity = min(size * k, n)
@@ -109,7 +125,7 @@ def gather_regions(
     def words(wire: Messages, length: int) -> int:
         return min(wire.words(length, n, dtype), MOST)
 
-    # The words of a message, in each form; every form sends P - 1 of them.
+    # The words of a message in each form. Each form sends P - 1 messages.
     lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
     table = jnp.array([*(words(wire, length) for length in lengths), MOST])
     direct = fitting(jnp.max(counts), lengths)
@@ -152,10 +168,11 @@ def gather_regions(
 
 
 def _region_lengths(n: int, k: int, size: int, dtype: DTypeLike, wire: Messages) -> tuple[list[int], list[int], bool]:
-    """The lengths that a region's sparse message may have, and one that balances; and whether it may be dense.
+    """The lengths of sparse and of balancing messages, and whether regions may be dense.
 
-    An equal share of what is left of ``P k`` elements is at most k, and moving as many makes all equal: so a region of
-    more than 2k is never gathered as it is.
+    The regions hold at most ``P k`` elements together, so an equal share is at most k elements,
+    and so is a message that balances: 2k elements in all. So a region of more than 2k elements is
+    never gathered unbalanced.
     """
     block = -(-n // size)
     fills = min(size * k, n) > delta(n, dtype, wire)

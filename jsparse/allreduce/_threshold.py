@@ -1,4 +1,4 @@
-"""A threshold that selects k elements of a vector spread over the workers."""
+"""A threshold that selects k elements of a vector whose parts lie on different workers."""
 
 import itertools
 from typing import NamedTuple
@@ -11,44 +11,49 @@ from kernels_pallas import count_above, estimate_kth_magnitude, varying_as
 
 from .._comm.comm import Comm
 
-# Elements that a worker looks at to estimate the magnitudes of ranks.
+# How many elements a worker samples to estimate the magnitudes at its ranks.
 SAMPLE = 16384
-# In the bits of a float32, read as an integer: a factor of two.
+# A factor of two, as a difference of the bits of two float32, read as integers.
 OCTAVE = 2**23
-# Search exactly when workers with more than this part of k are beyond the ranks they told.
+# Search exactly when more than a tenth of k elements may lie outside the ranks that workers sent.
 UNCERTAIN = 10
 
 
 def global_threshold(
     comm: Comm, values: jax.Array, k: int, part: jax.Array, due: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Finds the magnitude that k elements reach, of all workers' ``values`` together.
+    """Finds the magnitude that k elements reach, among the ``values`` of all workers together.
 
-    Each worker tells the magnitudes of five ranks, around the number of elements that it had above the last threshold.
-    Between them its count is interpolated; where the counts add up to k is the threshold. This takes one exchange of
-    six words, and follows whatever shape the magnitudes have: under error feedback they pile up right below the last
-    threshold, so that counts above a grid of thresholds would say little. When it is due, or the threshold falls
-    outside what the workers told, it is searched for exactly.
+    Each worker sends the magnitudes at five ranks, around the number of elements that it had above
+    the last threshold. Between these ranks its count is interpolated. The threshold is where the
+    interpolated counts of all workers add up to k. This takes one exchange of six words.
 
-    All of it is integer arithmetic (a magnitude's bits order as it does): what the workers decide from the same
-    messages is the same, whatever machines they are.
+    The ranks follow any distribution of magnitudes. Under error feedback, magnitudes pile up right
+    below the last threshold, so counts above a fixed grid of thresholds would say little.
+
+    The threshold is searched for exactly when that is due, or when the estimate falls outside the
+    range that the workers sent.
+
+    The arithmetic is all in integers (the bits of magnitudes have the order of the magnitudes). So
+    workers that decide from the same messages decide the same, on any machines.
 
     Args:
       comm: the workers.
       values: this worker's elements, shape ``(capacity,)``, padded with 0.
-      k: how many are wanted, static.
-      part: int32 scalar, at least 1: about how many elements this worker should expect to have above the threshold.
+      k: how many elements are wanted, static.
+      part: int32 scalar, at least 1: about how many elements this worker should expect to have
+        above the threshold.
       due: bool scalar, alike on all workers: whether to search exactly.
 
     Returns:
-      ``(threshold, parts)``, alike on all workers: ``parts``, int32 of shape ``(P,)``, is how many elements each worker
-      has above the threshold, or a little more than it.
+      ``(threshold, parts)``, alike on all workers. ``parts``, int32 of shape ``(P,)``, is how many
+      elements each worker has above the threshold, or a little more.
     """
     told = estimate_kth_magnitude(values, _ranks(part), sample=SAMPLE).astype(jnp.float32)
     everyone = comm.all_gather(jnp.append(lax.bitcast_convert_type(told, jnp.int32), part))
     magnitudes, ranks = everyone[:, :-1], _ranks(everyone[:, -1])
 
-    # Counts are added up in units of 2**shift, so that no sum of them over the workers overflows.
+    # Counts are in units of 2**shift, so that their sum over the workers does not overflow.
     shift = max(0, (2 * k).bit_length() - 22, (2 * k * comm.size).bit_length() - 30)
     wanted = k >> shift
     curves = _Curves.through(magnitudes, ranks >> shift)
@@ -59,14 +64,15 @@ def global_threshold(
 
     between = lax.fori_loop(0, 31, refine, varying_as(jnp.int32(0), magnitudes))
     known = (between > 0) & (jnp.sum(curves.unknown(between)) <= wanted // UNCERTAIN)
-    # Where the magnitude of a rank is 0, fewer elements than that are left: if that makes k of all, take all.
+    # A magnitude of 0 at a rank means that the worker has fewer elements than that rank. If the
+    # workers have at most k elements together, the threshold is 0: all are taken.
     most = jnp.min(jnp.where(magnitudes > 0, min(2 * k, 2**31 - 2**12), ranks), axis=1)
     everything = jnp.sum((most + (1 << shift) - 1) >> shift) <= wanted
 
     def estimate():
         threshold = lax.bitcast_convert_type(jnp.where(everything, 0, between), jnp.float32)
         counts = (curves.counts(between) + 1) << shift
-        # A little more than was interpolated, so that the messages chosen by it are long enough.
+        # A little more than the interpolated count, so that the chosen messages are long enough.
         return threshold.astype(values.dtype), jnp.where(everything, most, counts + (counts >> 5) + 1)
 
     def search():
@@ -78,20 +84,24 @@ def global_threshold(
 
 
 def _ranks(part: jax.Array) -> jax.Array:
-    """The ranks that a worker with so many elements tells: ascending, int32, shape ``(*part.shape, 5)``."""
+    """The ranks whose magnitudes a worker with ``part`` expected elements sends.
+
+    They ascend: int32, shape ``(*part.shape, 5)``.
+    """
     part = jnp.minimum(part, 2**30 - 1)
     each = (part // 2, part - part // 4, part, part + part // 4, 2 * part)
     return jnp.stack([jnp.maximum(rank, i) for i, rank in enumerate(each, 1)], axis=-1)
 
 
 class _Curves(NamedTuple):
-    """Each worker's count above a threshold, as it follows from what the worker told.
+    """Each worker's count of elements above a threshold, interpolated from what the worker sent.
 
-    Linear between corners; above the first it falls to nothing within an octave; below the last it stays.
+    The count is linear between corners. Above the first corner it falls to 0 within an octave.
+    Below the last corner it is constant.
 
     Attributes:
       corners: descending thresholds, as the bits of a float32; each has shape ``(P,)``.
-      ranks: the counts there, ascending, below ``2**22``; likewise.
+      ranks: the counts at the corners, ascending, below ``2**22``; of the same shape.
     """
 
     corners: list[jax.Array]
@@ -99,14 +109,17 @@ class _Curves(NamedTuple):
 
     @staticmethod
     def through(magnitudes: jax.Array, ranks: jax.Array) -> "_Curves":
-        """From bits and ranks of shape ``(P, 5)``. A magnitude of 0 says nothing: an octave's fall takes its place."""
+        """Makes the curves from magnitudes (as bits) and ranks of shape ``(P, 5)``.
+
+        A magnitude of 0 gives no information. The corner there is an octave below the one before.
+        """
         corners = [magnitudes[:, 0]]
         for told in magnitudes.T[1:]:
             corners.append(jnp.where(told > 0, told, corners[-1] - OCTAVE))
         return _Curves(corners, list(ranks.T))
 
     def counts(self, threshold: jax.Array) -> jax.Array:
-        """Shape ``(P,)``, never rising with the threshold."""
+        """Each worker's count, shape ``(P,)``. It never rises with the threshold."""
         first = self.corners[0]
         counts = self.ranks[0] - _share(self.ranks[0], threshold - first, jnp.full_like(first, OCTAVE))
         for i, (upper, lower) in enumerate(itertools.pairwise(self.corners)):
@@ -114,19 +127,25 @@ class _Curves(NamedTuple):
         return counts
 
     def unknown(self, threshold: jax.Array) -> jax.Array:
-        """How many elements of each worker, about, its curve may leave out: shape ``(P,)``."""
+        """About how many elements each worker's curve may leave out: shape ``(P,)``."""
         below = jnp.where(threshold < self.corners[-1], self.ranks[-1], 0)
         return below + jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
 
 
 def _share(amount: jax.Array, part: jax.Array, whole: jax.Array) -> jax.Array:
-    """``amount * part / whole``, with ``part`` clipped to [0, whole] and the quotient in steps of 1/256."""
+    """``amount * part / whole``, with ``part`` clipped to [0, whole].
+
+    The quotient ``part / whole`` has steps of 1/256.
+    """
     fine = jnp.where(whole >= 2**22, 9, 0)
     return amount * ((jnp.clip(part, 0, whole) >> fine) * 256 // jnp.maximum(whole >> fine, 1)) >> 8
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:
-    """The exact k-th largest magnitude over all workers, bit by bit, by one scalar sum a bit; 0 if there are fewer."""
+    """The exact k-th largest magnitude over all workers, or 0 if there are fewer than k elements.
+
+    It is found bit by bit, with a sum of one scalar for each bit.
+    """
     bits = jnp.finfo(values.dtype).bits
     integer = jnp.dtype(f"int{bits}")
 

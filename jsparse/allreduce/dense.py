@@ -12,7 +12,7 @@ from ._base import AllReduce
 
 @dataclasses.dataclass(frozen=True)
 class Dense(AllReduce):
-    """Sums dense vectors: the backend's own all-reduce, the baseline of every paper.
+    """Sums dense vectors with the backend's own all-reduce: the baseline of every paper.
 
     **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker.
 

@@ -23,25 +23,27 @@ from ._regions import (
 
 @dataclasses.dataclass(frozen=True)
 class DsarSplitAllGather(AllReduce):
-    """Each worker combines what all have of its region, densely; then all gather the dense regions.
+    """Each worker sums its region of all vectors into a dense region; all gather these regions.
 
-    For results that fill in: from δ elements on nothing is sent sparsely that could be sent densely in fewer bytes.
-    Everything that is selected is delivered.
+    It is for results that fill in: from δ elements on, the dense form of a vector takes fewer
+    bytes than the sparse one. Everything that is selected is delivered.
 
     Attributes:
-      group: early switching. The workers stand in groups of so many, which must divide their number. The members of a
-        group split the indices among themselves and become dense; owners of the same region in different groups then
-        reduce it by a dense reduce-scatter. With 1 there are no groups: all workers split at once.
-      quantize: how the dense regions are laid out when they are gathered; ``Exact()`` as they are.
+      group: the number of workers in a group, for early switching. It must divide the number of
+        workers. The members of a group split the indices among themselves, and the sums of their
+        regions are dense. The owners of the same region in different groups then reduce it by a
+        dense reduce-scatter. With 1 there are no groups: all workers split at once.
+      quantize: the layout of the dense regions when they are gathered; ``Exact()`` sends them
+        unrounded.
 
     **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P - 1 + 3 log P`` messages; in groups of G
-    ``2k (G-1)/G + n (P/G - 1)/P + n (P-1)/P`` words and ``G + P/G - 2 + 3 log P`` messages. The first term is for
-    elements that lie evenly over the regions; where a worker's lie in one region, it is ``2k (P-1)``, in groups
-    ``2k (G-1)``.
+    ``2k (G-1)/G + n (P/G - 1)/P + n (P-1)/P`` words and ``G + P/G - 2 + 3 log P`` messages. The
+    first term holds for elements that are evenly spread over the regions. If all elements of a
+    worker are in one region, it is ``2k (P-1)``, and in groups ``2k (G-1)``.
 
     References:
-      Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR", Figures 3.12 and 3.13;
-      Renggli et al., SparCML, SC 2019 (the dense regions quantized).
+      Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR",
+      Figures 3.12 and 3.13; Renggli et al., SparCML, SC 2019 (the dense regions quantized).
     """
 
     group: int = 1
@@ -49,7 +51,7 @@ class DsarSplitAllGather(AllReduce):
 
     def __post_init__(self):
         if self.group < 1:
-            raise ValueError(f"group is {self.group}; it is a number of workers, at least 1")
+            raise ValueError(f"group is {self.group}; it is a number of workers, so it must be at least 1")
 
     @property
     def unbiased(self) -> bool:
@@ -64,7 +66,8 @@ class DsarSplitAllGather(AllReduce):
             reduced = mine.to_dense()
         else:
             x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), wire)
-            # Owners of the same region stand ``members`` ranks apart: each reduces a piece of it.
+            # The ranks of the owners of the same region differ by multiples of ``members``. Each
+            # of them reduces a piece of the region.
             pieces = _exchange(comm, list(region.reshape(groups, -1)), members)
             reduced = pieces[0]
             for other in pieces[1:]:
@@ -83,7 +86,7 @@ class DsarSplitAllGather(AllReduce):
         if size % self.group:
             divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
             raise ValueError(
-                f"group is {self.group} with {size} workers; it must divide their number: choose of {divisors}"
+                f"group is {self.group} with {size} workers; it must divide the number of workers: choose of {divisors}"
             )
         return size // self.group
 
@@ -91,7 +94,11 @@ class DsarSplitAllGather(AllReduce):
 def _reduce_in_group(
     comm: Comm, x: SparseVector, members: int, block: int, wire: Messages
 ) -> tuple[SparseVector, jax.Array]:
-    """What others read of ``x``; and this worker's region of its group's vectors, dense: shape ``(block,)``."""
+    """Sums the regions of a group's vectors on their owners.
+
+    Returns:
+      ``x`` as others read it; and this worker's region of the sum, dense: shape ``(block,)``.
+    """
     first, counts = regions(x, members, block)
     capacity = min(members * x.capacity, block)
 
@@ -107,9 +114,10 @@ def _reduce_in_group(
 
 
 def _exchange(comm: Comm, rows: list[jax.Array], stride: int) -> list[jax.Array]:
-    """An all-to-all among as many workers as there are rows, whose ranks are ``stride`` apart, in rotated exchanges.
+    """An all-to-all among as many workers as there are rows, as rotated exchanges.
 
-    Row ``i`` goes to the ``i``-th of them; row ``j`` of the result came from the ``j``-th.
+    The ranks of these workers are ``stride`` apart. Row ``i`` goes to the ``i``-th of them, and
+    row ``j`` of the result comes from the ``j``-th.
     """
     size, count = comm.size, len(rows)
     table = jnp.stack(rows)

@@ -11,8 +11,8 @@ from ..wire import Full, Wire
 def maximum(comm: CommLike, x: SparseVector, *, wire: Wire = Full()) -> SparseVector:
     """The elementwise maximum of the workers' sparse vectors.
 
-    At each index it is the largest value of the workers that have the index. A worker that lacks an
-    index has no say there: the index does not count as 0.
+    At each index it is the largest value among the workers that have the index. A worker that does
+    not have the index is left out there: its value does not count as 0.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a :class:`jsparse.Comm`.

@@ -1,9 +1,11 @@
 """gTop-k: the k largest elements of a sum, found by merging sparse vectors in pairs.
 
-The paper's operator ``a ⊤ b`` (Definition 1) adds two sparse vectors and keeps the k largest of the sum. Algorithm 3
-applies it along a tree and broadcasts the result. Some of what it cuts on the way is lost there: Algorithm 4 (line 10)
-puts back into a worker's residual what is not in the *final* set of indices, but an element cut in an inner round whose
-index comes back through another branch is in that set, and was never added. Here whoever knows what was cut keeps it.
+The paper's operator ``a ⊤ b`` (Definition 1) adds two sparse vectors and keeps the k largest
+elements of the sum. Algorithm 3 applies it along a tree and broadcasts the result. Some of what it
+cuts on the way is lost: Algorithm 4 (line 10) puts those elements back into a worker's residual
+whose index is not in the *final* set of indices. But an element may be cut in an inner round while
+its index comes back through another branch. Then the index is in the final set, although the
+element is not in the sum. In this implementation, the worker that knows what was cut keeps it.
 """
 
 import dataclasses
@@ -27,26 +29,31 @@ TOPOLOGIES = ("butterfly", "tree", "allgather")
 
 @dataclasses.dataclass(frozen=True)
 class GTopk(AllReduce):
-    """Adds sparse vectors in pairs and keeps the k largest elements of each sum; k is the length of their buffers.
+    """Adds sparse vectors in pairs and keeps the k largest elements of each sum.
+
+    k is the capacity of the workers' vectors.
 
     Attributes:
-      topology: how the pairs are formed.
-        ``"butterfly"``: in each round all workers exchange, and both of a pair compute the same merge; no broadcast.
-        Workers beyond a power of two hand their elements to another first, and learn from it what became of them.
-        ``"tree"``: as published: one of a pair sends to the other; the last one broadcasts.
-        ``"allgather"``: the paper's naive version: everyone gathers all and keeps the k largest of the whole sum.
-      put_back: what stays in the residual. ``"exact"``: everything that did not become part of the sum; in the tree the
-        worker that cuts a partial sum keeps it. ``"paper"``: a worker's elements whose index is not in the result,
-        which loses those that were cut in a round and whose index came back through another pair.
+      topology: how the pairs are formed. ``"butterfly"``: in each round all workers exchange, and
+        both workers of a pair compute the same merge, so no broadcast is needed. Workers beyond a
+        power of two first send their elements to another worker, which tells them at the end what
+        became of these elements. ``"tree"``: as published: one worker of a pair sends to the
+        other, and the last one broadcasts. ``"allgather"``: the paper's naive version: every
+        worker gathers all elements and keeps the k largest of the whole sum.
+      put_back: what stays in the residual. ``"exact"``: everything that did not become part of the
+        sum. In the tree, the worker that cuts a partial sum keeps what it cuts. ``"paper"``: the
+        elements of a worker whose index is not in the result. This loses elements that were cut in
+        a round, if their index came back through another pair.
 
-    **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width (for P no power of two, log
-    rounded down, and two messages more: ``4k`` words and a bit for each element); tree ``4k log P`` words and
-    ``2 log P`` messages; all-gather ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once
-    more, in parts, ``2k (P-1)/P`` words, to type it as alike on all workers.
+    **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width. (If P
+    is not a power of two, log is rounded down, and there are two messages more: ``4k`` words and a
+    bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages. All-gather
+    ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once more, in
+    parts, to type it as alike on all workers: ``2k (P-1)/P`` words.
 
     References:
-      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
-      ICDCS 2019: Algorithm 3 and 4 (tree), Algorithm 2 (all-gather), Table I.
+      Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
+      Bandwidth Networks, ICDCS 2019: Algorithm 3 and 4 (tree), Algorithm 2 (all-gather), Table I.
     """
 
     topology: Literal["butterfly", "tree", "allgather"] = "butterfly"
@@ -77,16 +84,21 @@ class GTopk(AllReduce):
 
 
 def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
-    """Every worker merges in every round; its elements are delivered if their indices survive all of its merges.
+    """Every worker merges in every round.
 
-    All that hold the same sum round it alike when they send it; the first of them has that among its elements.
+    An element of a worker is delivered if its index survives all merges of that worker. All
+    workers that hold the same sum round it alike when they send it. The first of them counts the
+    rounding as elements of its own.
     """
     into, rounds, out = butterfly(comm.size)
     total, guest = x, None
     mine, survived = [x], [x.indices < x.n]
 
     def exchange(pairs: Pairs, holders: int) -> SparseVector:
-        """Sends the total, and goes on with what others read of it; ``holders`` have the same one."""
+        """Sends the total, and continues with it as others read it.
+
+        ``holders`` workers have the same total.
+        """
         nonlocal total
         read, arrived = deliver(comm, total, pairs, wire)
         if not wire.lossless:
@@ -110,7 +122,8 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVecto
     for t, pairs in enumerate(rounds):
         meet(exchange(pairs, 1 << t))
     if guest is not None:
-        # The guest gets the result, and a bit for each of its elements.
+        # The guest gets the result, and one bit for each of its elements: whether it was
+        # delivered.
         mine.pop(1)
         fate = lax.bitcast_convert_type(bitmap.pack(survived.pop(1)), jnp.int32)
         message = wire.encode(total)
@@ -132,7 +145,7 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVecto
 
 
 def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
-    """Algorithm 3. Who rounds or cuts a sum keeps what that takes away: it has delivered that much less."""
+    """Algorithm 3. A worker that rounds or cuts a sum has delivered the difference less."""
     size = comm.size
     distances = [1 << t for t in range((size - 1).bit_length())]
     total, parts = x, [x]
@@ -145,7 +158,7 @@ def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, Sp
         total = _largest(whole, x.capacity)
         cut = whole.where(~bitmap.contains(total.union(), whole.indices))
         parts.append(SparseVector(-cut.values, cut.indices, x.n))
-    # The root's message goes on as it is.
+    # The root's message is passed on unchanged.
     message = wire.encode(total)
     if not wire.lossless:
         parts.append(difference(wire.as_read(total, message), total).where(among(comm, [0])))
@@ -161,7 +174,7 @@ def _joined(parts: list[SparseVector]) -> SparseVector:
 
 
 def _largest(x: SparseVector, k: int) -> SparseVector:
-    """The k largest magnitudes of a run; the lowest index wins a tie."""
+    """The k largest magnitudes of a run. The lowest index wins a tie."""
     values, places, _ = select_top_k(x.values, k)
     return SparseVector(values, x.indices.at[places].get(mode="fill", fill_value=x.n), x.n)
 

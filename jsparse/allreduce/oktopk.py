@@ -4,24 +4,25 @@ Algorithm 1 of the paper, line by line::
 
      1  inputs: gradient, iteration t, k, tau, tau'
      2  if (t-1) mod tau' == 0:                          the selector, before this
-     3      local_th = th_re_evaluate(gradient, k)         (jsparse.select.TopK, SampledThreshold or
-     4                                                      ReusedThreshold)
+     3      local_th = th_re_evaluate(gradient, k)         (jsparse.select.TopK, SampledThreshold
+     4                                                      or ReusedThreshold)
      5  if (t-1) mod tau == 0:                           OkTopk.__call__
      6      boundaries = space_repartition(...)            _space_repartition
      7
      8  reduced_topk, local_topk_indexes
             = split_and_reduce(...)                      _split_and_reduce
      9  if (t-1) mod tau' == 0:                          global_threshold
-    10      all_reduced_topk = allgatherv(reduced_topk)    (a distributed search, which sends 62 words, not all of it)
-    11      global_th = th_re_evaluate(..., k)
+    10      all_reduced_topk = allgatherv(reduced_topk)    (a distributed search, which sends 62
+    11      global_th = th_re_evaluate(..., k)              words, not all of it)
     12
     13  u_t, global_topk_indexes
             = balance_and_allgatherv(...)                gather_parts
     14  indexes = local_topk_indexes ∩ global_topk_indexes
     15  return u_t, indexes
 
-The paper's messages have the length of their contents; XLA's have static lengths. Here every buffer has the length
-that the bound allows, and what does not fit is not delivered, so that it stays in the residual.
+The paper's messages are as long as their contents, and XLA's messages have static lengths. So
+every buffer here has the length that the bound allows. What does not fit is not delivered, and
+stays in the residual.
 """
 
 import dataclasses
@@ -47,14 +48,15 @@ from ._threshold import global_threshold
 class OkTopkState(NamedTuple):
     """State of :class:`OkTopk`.
 
-    With another number of workers the regions' boundaries are interpolated, so that the new regions
-    hold equal parts of what the old ones held.
+    For another number of workers, the boundaries of the regions are interpolated, so that the new
+    regions hold equal parts of what the old ones held.
 
     Attributes:
       starts: int32, shape ``(P,)``: the first index of each worker's region.
       threshold: shape ``(1,)``: the last global threshold.
-      part: int32, shape ``(1,)``: how many elements of its region this worker had above it.
-      overflowed: int32, shape ``(1,)``: selected elements that did not fit into their region's message.
+      part: int32, shape ``(1,)``: how many elements of this worker's region reached the threshold.
+      overflowed: int32, shape ``(1,)``: how many selected elements did not fit into the message of
+        their region.
     """
 
     starts: jax.Array
@@ -63,35 +65,39 @@ class OkTopkState(NamedTuple):
     overflowed: jax.Array
 
     def moved(self, old: "OkTopkState", move: Any, n: int) -> "OkTopkState":
-        """This state among other workers: see :meth:`jsparse.allreduce.AllReduce.init`."""
+        """This state for another number of workers: see :meth:`AllReduce.init`."""
         others = [move.of_each(*leaves) for leaves in zip(self[1:], old[1:], strict=True)]
         return OkTopkState(move.boundaries(old.starts, n), *others)
 
 
 @dataclasses.dataclass(frozen=True)
 class OkTopk(AllReduce):
-    """Reduces by regions, selects the global top-k, and gathers it: the k largest elements of the sum, nearly.
+    """Nearly the k largest elements of the sum: reduced by regions, selected, and gathered.
 
-    Each worker owns a region of the indices, sums what all send of it, and keeps what reaches a global threshold; the
-    regions' survivors are gathered everywhere. What one worker sends to one region in a step is at most k/P elements;
-    the rest waits in the residual, and no element waits for ever.
+    Each worker owns a region of the indices. It sums what all workers send of its region, and
+    keeps the elements that reach a global threshold. All workers then gather what the regions
+    kept. A worker sends at most k/P elements to a region in a step. The rest waits in the
+    residual, and no element waits for ever.
 
     Attributes:
-      tau_threshold: τ', steps between exact evaluations of the global threshold. In between it is interpolated
-        from the magnitudes of a few ranks on each worker, which ride on the exchange of counts.
-      tau_region: τ, steps between repartitions of the regions.
-      split: how regions travel: ``"all_to_all"``, or ``"rotate"``: P-1 shifted exchanges, the paper's destination
-        rotation, which lets XLA overlap them with the union of their indices. Both give the same bits.
-      balance_above: the largest part, in k/P, up to which the parts are gathered as they are; above it they are
-        balanced first. At 2.0 that is when balancing sends no more. 4.0 is the paper's rule; with it the bound below
-        does not hold.
+      tau_threshold: τ', the number of steps between exact evaluations of the global threshold. In
+        between the threshold is interpolated from the magnitudes at a few ranks on each worker,
+        which are sent together with the counts.
+      tau_region: τ, the number of steps between repartitions of the regions.
+      split: how regions are sent: ``"all_to_all"``, or ``"rotate"``, which makes P-1 shifted
+        exchanges. That is the paper's destination rotation. XLA can overlap these exchanges with
+        the union of their indices. Both give the same bits.
+      balance_above: the largest part, in k/P, for which the parts are gathered as they are. If a
+        part is longer, the parts are balanced first. At 2.0 they are balanced when that sends no
+        more words. 4.0 is the paper's rule, with which the bound below does not hold.
 
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words for float32 values at full width, in every step;
-    ``P - 1 + 2 log P`` messages, to balance ``P - 1 + log P`` more, for new regions ``2 log P``, for an exact threshold
-    ``63 log P``.
+    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words for float32 values at full width, in every
+    step; ``P - 1 + 2 log P`` messages, to balance ``P - 1 + log P`` more, for new regions
+    ``2 log P`` more, for an exact threshold ``63 log P`` more.
 
     References:
-      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, Algorithm 1.
+      Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022,
+      Algorithm 1.
     """
 
     tau_threshold: int = 32
@@ -105,7 +111,7 @@ class OkTopk(AllReduce):
         if self.split not in ("all_to_all", "rotate"):
             raise ValueError(f'split is {self.split!r}; choose "all_to_all" or "rotate"')
         if not 1 <= self.balance_above < math.inf:
-            raise ValueError(f"balance_above is {self.balance_above}; a largest part, in k/P, is at least 1 and finite")
+            raise ValueError(f"balance_above is {self.balance_above}; choose a finite multiple of k/P, at least 1")
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> OkTopkState:
         none = jnp.zeros(1, jnp.int32)
@@ -159,13 +165,13 @@ def _even_regions(n: int, size: int) -> jax.Array:
 
 
 def _space_repartition(comm: Comm, x: SparseVector, starts: jax.Array) -> jax.Array:
-    """Cuts each worker's selected indices into P equal parts and averages the cuts over the workers (line 6)."""
+    """Cuts each worker's selected indices into P equal parts, and averages the cuts (line 6)."""
     count, parts = x.count, lax.iota(jnp.int32, comm.size)
-    # parts * count // P, without the overflow of the product.
+    # This is parts * count // P, without overflow of the product.
     ends = parts * (count // comm.size) + parts * (count % comm.size) // comm.size
     cuts = x.indices[ends].at[0].set(0)
     cuts = jnp.where(count >= comm.size, cuts, starts)
-    # A sum of quotients, not the quotient of a sum, which overflows from P * n = 2**31 on.
+    # A sum of quotients. The quotient of a sum would overflow from P * n = 2**31 on.
     return comm.psum(cuts // comm.size)
 
 
@@ -175,7 +181,8 @@ def _split_and_reduce(
     """Sends each region's elements to its owner, and sums what arrives (line 8).
 
     Returns:
-      What others read of this worker's, a run for each region, and the sum over its own region, one run.
+      This worker's elements as others read them, a run for each region; and the sum over its own
+      region, one run.
     """
     edges = jnp.searchsorted(x.indices, jnp.append(starts, x.n)).astype(jnp.int32)
     sent = x.window(edges[:-1], edges[1:] - edges[:-1], share, bitmap.turn(step, share))
@@ -184,8 +191,8 @@ def _split_and_reduce(
     if not rotate:
         return sent, wire.decode(comm.all_to_all(messages), share, x.n, x.values.dtype).merge()
 
-    # In the s-th exchange worker i sends to i + s (the paper's destination rotation); what has arrived joins the union
-    # while the next is under way.
+    # In the s-th exchange worker i sends to i + s (the paper's destination rotation). The union
+    # takes up what has arrived while the next exchange is under way.
     rank, size = comm.rank(), comm.size
     arrived, union = [], None
     for shift in range(size):

@@ -1,4 +1,4 @@
-"""A parameter server: everything passes through one worker."""
+"""A parameter server: one worker sums all vectors and sends the sum to the others."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -17,7 +17,8 @@ class ParameterServerState(NamedTuple):
     """State of :class:`ParameterServer`.
 
     Attributes:
-      waiting: this worker's last vectors, the oldest first, one for each step of staleness: each of shape ``(n,)``.
+      waiting: this worker's last vectors, the oldest first, one for each step of staleness; each
+        of shape ``(n,)``.
     """
 
     waiting: tuple[jax.Array, ...]
@@ -25,20 +26,25 @@ class ParameterServerState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterServer(AllReduce):
-    """Sums dense vectors at one worker, the root (rank 0), in the order of ranks, and sends the sum to each from there.
+    """Sums dense vectors at the root, rank 0, which sends the sum to each other worker.
+
+    The root adds the vectors in the order of ranks.
 
     Attributes:
-      staleness: d: the sum of a step is that of the vectors of d steps before, zero in the first d steps. 0 is the
-        synchronous server. Other values are what an asynchronous one comes to where all workers take steps together:
-        gradients of parameters that have since been changed d times.
+      staleness: d, the delay in steps. The sum of a step is that of the vectors of d steps before,
+        and zero in the first d steps. 0 is the synchronous server. With other values it behaves
+        like an asynchronous server whose workers take steps together: gradients belong to
+        parameters that have since been changed d times.
 
-    **Cost**: ``2n (P-1)`` words in ``2 (P-1)`` messages, one after the other through the root: counted for every
-    worker, as all wait for them. Under ``check_vma=True`` an all-gather of ``n (P-1)/P`` words more, since JAX can't
-    type what came from the root as alike on all workers.
+    **Cost**: ``2n (P-1)`` words in ``2 (P-1)`` messages, which pass through the root one after the
+    other. They are counted for every worker, because all workers wait for them. Under
+    ``check_vma=True`` there is also an all-gather of ``n (P-1)/P`` words, because JAX can't type
+    what the root sent as alike on all workers.
 
     References:
-      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH Zurich, 2017, section
-      4.2.2, "ParameterServer synchronous" and "ParameterServer asynchronous".
+      Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH
+      Zurich, 2017, section 4.2.2, "ParameterServer synchronous" and "ParameterServer
+      asynchronous".
     """
 
     sparse: ClassVar[bool] = False
@@ -47,7 +53,7 @@ class ParameterServer(AllReduce):
 
     def __post_init__(self):
         if self.staleness < 0:
-            raise ValueError(f"staleness is {self.staleness}; it is a number of steps, at least 0")
+            raise ValueError(f"staleness is {self.staleness}; it is a number of steps, so it must be at least 0")
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> ParameterServerState:
         return ParameterServerState(tuple(jnp.zeros(n, dtype) for _ in range(self.staleness)))

@@ -1,4 +1,4 @@
-"""All-reduce of dense vectors in fewer bits."""
+"""All-reduce of dense vectors whose values take fewer bits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,20 +20,22 @@ from ._gather import gather_dense, quantizer_key
 
 @dataclasses.dataclass(frozen=True)
 class Quantized(AllReduce):
-    """Sums dense vectors that every worker quantizes: in the order of ranks, each for itself.
+    """Sums dense vectors that every worker quantizes.
 
-    What rounding takes away is not delivered: with error feedback it is in the residual.
+    Without ``split``, every worker adds all vectors by itself, in the order of ranks. What
+    rounding removes is not delivered. With error feedback it stays in the residual.
 
     Attributes:
       quantize: the quantizer.
-      split: how they travel. False, as in QSGD: everyone's whole vector to everyone. True: each worker sums a part of
-        the vector, which an all-to-all brings, and quantizes the sum again, so that little more is sent however many
-        workers there are. ``"ring"``: each part goes round, and every worker adds its own and quantizes what it has so
-        far; for quantizers that round little. What a worker rounds away of a sum it has in its residual, unrounded
-        until the next sum.
+      split: how the vectors are sent. False, as in QSGD: every worker sends its whole vector to
+        every other. True: each worker gets one part of all vectors by an all-to-all, sums it, and
+        quantizes the sum. So the number of words hardly depends on the number of workers.
+        ``"ring"``: each part goes round all workers. Every worker adds its own values and
+        quantizes the sum so far, so this is for quantizers with small rounding errors. What a
+        worker rounds away from a sum goes into its own residual, unrounded.
 
-    **Cost**, with b bits a value: ``(P-1) n b/32`` words and ``log P`` messages; split, in a ring too,
-    ``2 (P-1)/P n b/32`` words and ``P - 1 + log P`` messages.
+    **Cost**, with b bits a value: ``(P-1) n b/32`` words and ``log P`` messages; with ``split``,
+    also in a ring, ``2 (P-1)/P n b/32`` words and ``P - 1 + log P`` messages.
 
     References:
       Alistarh et al., QSGD, NIPS 2017, Algorithm 1; Tang et al., 1-bit Adam, ICML 2021 (split);
@@ -50,8 +52,8 @@ class Quantized(AllReduce):
             raise ValueError(f'split is {self.split!r}; choose False, True or "ring"')
         if isinstance(self.quantize, Codebook):
             raise ValueError(
-                f"quantize is {self.quantize}, in which a zero is not zero: it is for the values of sparse vectors, as "
-                "wire.Compact(...); quantize a dense vector with quantize.Block8() or QSGD(levels=7), of 8 and 4 bits"
+                f"quantize is {self.quantize}, which changes zeros: use it for the values of sparse vectors, in "
+                "wire.Compact(...); for a dense vector use quantize.Block8() (8 bits) or QSGD(levels=7) (4 bits)"
             )
 
     @property
@@ -73,7 +75,11 @@ class Quantized(AllReduce):
         return total, self.quantize.decode(message, n, dtype), state
 
     def _owners(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums each part on one worker: the sum's parts, and those of what is delivered of ``x``, in rows."""
+        """Sums each part on one worker.
+
+        Returns:
+          The parts of the sum, and those of what is delivered of ``x``, one in each row.
+        """
         size, rank, dtype = comm.size, comm.rank(), x.dtype
         block = _block(x.shape[0], size)
         parts = jnp.pad(x, (0, block * size - x.shape[0])).reshape(size, block)
@@ -81,16 +87,19 @@ class Quantized(AllReduce):
         arrived = comm.all_to_all(messages)
         own = _part(x, rank, size)
 
-        # What a worker does not send to another is not rounded.
+        # A worker's own part is not sent, so it is not rounded.
         mine = _sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), block, dtype)
-        # Another step's number, so that the two roundings draw different numbers.
+        # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
         everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
         read = jax.vmap(self._read)(messages, parts)
         is_own = lax.iota(jnp.int32, size)[:, None] == rank
         return everyone, jnp.where(is_own, parts + (rounded - mine)[None], read)
 
     def _ring(self, comm: Comm, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Likewise, each part summed on its way round, from its owner's successor to its owner."""
+        """As :meth:`_owners`, but each part is summed on its way round the ring.
+
+        It starts at its owner's successor and ends at its owner.
+        """
         size, rank = comm.size, comm.rank()
         keys = jax.random.split(key, size)
         own = _part(x, (rank - 1) % size, size)
@@ -110,12 +119,12 @@ class Quantized(AllReduce):
 
 
 def _block(n: int, size: int) -> int:
-    """The length of a part: even, so that two values of half a word fill words."""
+    """The length of a part. It is even, so that two values of half a word fill a word."""
     return -(-n // (2 * size)) * 2
 
 
 def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
-    """The i-th of ``size`` parts, zeros at the end; only what is no whole part is copied."""
+    """The i-th of ``size`` parts, padded with zeros. Only an incomplete part is copied."""
     block = _block(x.shape[0], size)
     whole, rest = divmod(x.shape[0], block)
     last = jnp.where(i == whole, jnp.pad(x[whole * block :], (0, block - rest)), 0)
@@ -123,6 +132,6 @@ def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
 
 
 def _sum(rows: jax.Array, read: Callable[[jax.Array], jax.Array], m: int, dtype: DTypeLike) -> jax.Array:
-    """The sum of what is read of each row, by its number: in their order, one vector at a time."""
+    """The sum over all rows of ``read(row number)``, in order, one vector at a time."""
     start = varying_as(jnp.zeros(m, dtype), rows)
     return lax.fori_loop(0, rows.shape[0], lambda i, total: total + read(i), start)

@@ -1,4 +1,4 @@
-"""SSAR_Rec_Dbl: sparse vectors merged in pairs, in log P rounds."""
+"""SSAR_Rec_Dbl: sparse vectors are merged in pairs, in log P rounds."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ class Filling(NamedTuple):
 
     Attributes:
       values: shape ``(n,)``.
-      union: bitmap of the indices that it has.
-      count: how many they are; n once it has been sent densely.
+      union: bitmap of its indices.
+      count: the number of its indices; n once it has been sent densely.
     """
 
     values: jax.Array
@@ -34,23 +34,24 @@ class Filling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SsarRecursiveDoubling(AllReduce):
-    """In the t-th round workers that are ``2**(t-1)`` apart exchange all they have, and both merge it.
+    """In round t, workers ``2**(t-1)`` apart exchange all that they have, and both merge it.
 
-    Everything that is selected is delivered. A vector that has more than δ elements goes densely from then on: each
-    round's data say so. Workers beyond a power of two hand theirs to another first, and get the result from it.
+    Everything that is selected is delivered. In each round, a vector with more than δ elements is
+    sent densely, and stays dense from then on. Workers beyond a power of two first send their
+    elements to another worker, and get the result from it.
 
-    Attributes:
-
-    **Cost**: with messages as long as the data, ``2k log P`` words where all workers have the same indices,
-    ``2k (P-1)`` where no two share one, and in each round at most ``n``; ``log P`` messages, and ``2 log P`` more for
-    each round that has to agree on a length, all but the first. P that is no power of two takes, log rounded down, two
-    rounds more: one of k elements, and one of the whole result. Messages have one of a few static lengths, each √2
-    times the one before, and the one with most to send decides. Under ``check_vma=True`` the result is gathered once
-    more, in parts, to type it as alike on all workers: ``(P-1)/P`` of its words and ``3 log P`` messages.
+    **Cost**: with messages as long as the data, ``2k log P`` words if all workers have the same
+    indices, ``2k (P-1)`` if no two workers share one, and in each round at most ``n``; ``log P``
+    messages, and ``2 log P`` more for each round that has to agree on a length, which is each but
+    the first. If P is not a power of two, log is rounded down and there are two rounds more: one
+    of k elements, and one of the whole result. Messages have one of a few static lengths, each √2
+    times the one before. The worker with most to send decides which. Under ``check_vma=True`` the
+    result is gathered once more, in parts, to type it as alike on all workers: ``(P-1)/P`` of its
+    words and ``3 log P`` messages.
 
     References:
-      Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Rec_Dbl", Figure 3.9, with the switch to a dense format of
-      section 4.1.2 and the summations of 4.1.3.
+      Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Rec_Dbl", Figure 3.9, with the switch to
+      a dense format of section 4.1.2 and the summations of 4.1.3.
     """
 
     def __call__(
@@ -61,7 +62,10 @@ class SsarRecursiveDoubling(AllReduce):
         rounded: list[SparseVector | jax.Array] = []
 
         def exchange(pairs: Pairs, holders: int) -> SparseVector | Filling:
-            """Sends the total, and goes on with what others read of it; ``holders`` have the same one."""
+            """Sends the total, and continues with it as others read it.
+
+            ``holders`` workers have the same total.
+            """
             nonlocal total
             read, arrived = self._send(comm, total, k, pairs, wire)
             if not wire.lossless:
@@ -89,7 +93,7 @@ class SsarRecursiveDoubling(AllReduce):
         return type_as_alike(comm, total.values, wire), delivered, state
 
     def _settle(self, x: SparseVector, wire: Messages) -> SparseVector | Filling:
-        """The vector in the form that it can stay in: sparse where it has no room for more than δ elements."""
+        """The vector in the form that it keeps: dense if its capacity is above δ, else sparse."""
         if x.capacity <= delta(x.n, x.values.dtype, wire):
             return x
         return Filling(x.to_dense(), x.union(), x.count)
@@ -97,7 +101,7 @@ class SsarRecursiveDoubling(AllReduce):
     def _send(
         self, comm: Comm, x: SparseVector | Filling, k: int, pairs: Pairs, wire: Messages
     ) -> tuple[SparseVector | Filling, SparseVector | Filling]:
-        """What others read of ``x``, and what arrived here."""
+        """Sends ``x``. Returns it as others read it, and what arrived here."""
         if isinstance(x, Filling):
             return self._send_filling(comm, x, k, pairs, wire)
 
@@ -108,7 +112,7 @@ class SsarRecursiveDoubling(AllReduce):
         return with_length(comm, x.count, k, x.capacity, send)
 
     def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Messages) -> tuple[Filling, Filling]:
-        """Exchanges vectors sparsely, or densely where a worker's has more than δ elements."""
+        """Exchanges vectors sparsely, or densely if any worker's has more than δ elements."""
         n, dtype = x.values.shape[0], x.values.dtype
         most = delta(n, dtype, wire)
 
@@ -131,14 +135,14 @@ class SsarRecursiveDoubling(AllReduce):
 
 
 def _change(read: SparseVector | Filling, x: SparseVector | Filling, keep: jax.Array) -> SparseVector | jax.Array:
-    """What rounding changed, where ``keep``; else nothing."""
+    """What rounding changed, if ``keep``; otherwise nothing."""
     if isinstance(read, SparseVector) and isinstance(x, SparseVector):
         return difference(read, x).where(keep)
     return jnp.where(keep, read.values - x.values, 0)
 
 
 def _sum(x: SparseVector, others: list[SparseVector | jax.Array]) -> SparseVector | jax.Array:
-    """The sum of sparse vectors, their places one after another; dense where one of them is."""
+    """The sum of vectors: dense if one of them is, else sparse with all their places."""
     sparse = functools.reduce(SparseVector.followed_by, [y for y in others if isinstance(y, SparseVector)], x)
     dense = [y for y in others if not isinstance(y, SparseVector)]
     if not dense:

@@ -1,4 +1,4 @@
-"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by equal regions, then a gather of what they hold."""
+"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by equal regions, then a gather."""
 
 import dataclasses
 
@@ -13,23 +13,22 @@ from ._regions import gather_regions, split_and_reduce
 
 @dataclasses.dataclass(frozen=True)
 class SsarSplitAllGather(AllReduce):
-    """Each worker combines what all have of its region; then all gather the regions, sparse or dense.
+    """Each worker sums its region of all vectors; then all gather the regions, sparse or dense.
 
-    Everything that is selected is delivered. The result *fills in*: it has up to ``P k`` elements. From δ elements on
-    it is gathered densely; which it is, each step's data say. Regions of unequal contents are balanced before they are
-    gathered, when that is fewer bytes.
+    Everything that is selected is delivered. The result *fills in*: it has up to ``P k`` elements.
+    From δ elements on it is gathered densely. The data of each step decide which form is used.
+    Regions of unequal contents are balanced before they are gathered, if that takes fewer bytes.
 
-    Attributes:
-
-    **Cost**: where elements lie evenly over the regions, ``2k (P-1)/P`` words for the split and ``2K (P-1)/P`` for the
-    gather of a result of ``K`` elements. Where they crowd in one region, up to ``2k (P-1)`` for the split and about
-    twice that for the gather, balanced; a result that may exceed δ costs at most ``n (P-1)/P``. ``P - 1 + 4 log P``
-    messages, and ``P - 1`` more to balance. Messages have one of a few static lengths, each √2 times the one before,
-    and the one with most to send decides.
+    **Cost**: if elements are evenly spread over the regions, ``2k (P-1)/P`` words for the split
+    and ``2K (P-1)/P`` for the gather of a result of ``K`` elements. If they crowd in one region,
+    up to ``2k (P-1)`` for the split and about twice that for the gather, balanced. A result that
+    may exceed δ costs at most ``n (P-1)/P``. ``P - 1 + 4 log P`` messages, and ``P - 1`` more to
+    balance. Messages have one of a few static lengths, each √2 times the one before. The worker
+    with most to send decides which.
 
     References:
-      Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Split_AlGa", with the switch to a dense format of section
-      4.1.2; Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA".
+      Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Split_AlGa", with the switch to a dense
+      format of section 4.1.2; Li and Hoefler, PPoPP 2022, Table 1, "TopkDSA".
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""TopkA: all-gather of everyone's sparse vector."""
+"""TopkA: an all-gather of every worker's sparse vector."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from ._base import AllReduce
 
 @dataclasses.dataclass(frozen=True)
 class TopkAllGather(AllReduce):
-    """Gathers every worker's elements everywhere; each sums them for itself, in the order of ranks.
+    """Gathers every worker's elements on all workers; each sums them in the order of ranks.
 
     Everything that is selected is delivered. The sum has up to ``P k`` elements.
 

@@ -193,7 +193,8 @@ class Selecting:
         layout, select = synchroniser.space.layout(bucket), synchroniser.reducer.select
 
         def step(grad, residual, state, number):
-            # The condition is computed: with a constant one XLA adds in a slower way than in a step.
+            # The condition is computed: with a constant one XLA adds in a slower way than in a
+            # step.
             pending = Pending(residual, [grad[: layout.n]], number >= 0, layout, float(jnp.finfo(layout.dtype).max))
             acc, x, state = select.accumulate_and_select(pending, state, number, jnp.int32(0))
             # What was selected stays in the residual, too: nothing is delivered.

@@ -11,9 +11,10 @@ from .._engine.transform import SparseAllReduce
 def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tuple[Cost, Cost]:
     """What a worker sends in one ``tx.update``: bytes and messages, at least and at most.
 
-    It traces the update for so many workers, without running it, and adds up what :func:`jsparse.traffic`
-    finds. Under ``check_vma=True`` some algorithms send a little more, to type their result as alike on
-    all workers. The most is the sum of every branch's dearest way, which no data may take all at once.
+    It traces the update for so many workers, without running it, and adds up what
+    :func:`jsparse.traffic` finds. Under ``check_vma=True`` some algorithms send a little more, to
+    type their result as alike on all workers. The most is the sum of every branch's dearest way,
+    which no data may take all at once.
 
     Args:
       tx: a preset, or :func:`jsparse.sparse_allreduce`; not a chain.

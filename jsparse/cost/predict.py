@@ -1,8 +1,9 @@
-"""What a synchronisation costs by the papers' α-β models.
+"""The cost of a synchronisation by the papers' α-β models.
 
-A message of L words (of 4 bytes) takes ``α + β L`` seconds; a sparse element is two words, its value and its index.
-``log`` is to base 2 and rounded up: that is how many rounds a number of workers takes that is no power of two. Time for
-computing, selecting and summing is not in the model.
+A message of L words (of 4 bytes) takes ``α + β L`` seconds. A sparse element is two words, its
+value and its index. ``log`` is to base 2 and rounded up, since that is the number of rounds if the
+number of workers is not a power of two. The model does not contain the time for computing,
+selecting and summing.
 """
 
 import dataclasses
@@ -16,8 +17,8 @@ from .models import MODELS, Cluster
 def _check_link(alpha: float, beta: float) -> None:
     if not (0 <= alpha < math.inf and 0 <= beta < math.inf):
         raise ValueError(
-            f"alpha is {alpha} and beta {beta}; they are seconds a message and a word, at least 0: "
-            "jsparse.cost.link(gbit, microseconds) makes them"
+            f"alpha is {alpha} and beta is {beta}; they are the seconds of a message and of a word, so they must be "
+            "finite and at least 0: make them with jsparse.cost.link(gbit, microseconds)"
         )
 
 
@@ -25,14 +26,15 @@ def _check_link(alpha: float, beta: float) -> None:
 class Node:
     """A machine with several workers, and the network inside it.
 
-    Its workers share one link to the other machines. A collective that the backend runs as a ring or a tree along the
-    machines (the sum, the all-gather) crosses that link once. What workers send to each other directly (an all-to-all,
-    the rounds of a butterfly) crosses it side by side: of each worker's words, the part that leaves the machine.
+    Its workers share one link to the other machines. A collective that the backend runs as a ring
+    or a tree along the machines (the sum, the all-gather) crosses that link once. Messages that
+    workers send to each other directly (an all-to-all, the rounds of a butterfly) cross it side by
+    side: of each worker's words, the part that leaves the machine.
 
     Attributes:
-      gpus: workers in it, at least 1.
-      alpha: seconds a message inside it.
-      beta: seconds a word inside it, of each worker.
+      gpus: the number of its workers, at least 1.
+      alpha: seconds for a message inside it.
+      beta: seconds for a word of each worker inside it.
     """
 
     gpus: int = 1
@@ -41,18 +43,18 @@ class Node:
 
     def __post_init__(self):
         if self.gpus < 1:
-            raise ValueError(f"gpus is {self.gpus}; a node has at least 1 worker")
+            raise ValueError(f"gpus is {self.gpus}; it is the number of a node's workers, so it must be at least 1")
         _check_link(self.alpha, self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What one synchronisation costs.
+    """The cost of one synchronisation.
 
     Attributes:
-      messages: that the busiest worker sends, one after the other.
-      words: of 4 bytes, that it sends.
-      seconds: that this takes.
+      messages: how many messages the busiest worker sends, one after the other.
+      words: how many words of 4 bytes it sends.
+      seconds: how long this takes.
     """
 
     messages: float
@@ -62,13 +64,13 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What an algorithm costs, by where the workers' elements lie.
+    """The cost of an algorithm, for different positions of the workers' elements.
 
     Attributes:
       algorithm: its name.
       best: all workers have the same indices: the sum has K = k elements.
       expected: indices are drawn uniformly: K is :func:`expected_union`.
-      worst: no two workers have one in common: K = k P, and at most n.
+      worst: no two workers have an index in common: K = k P, and at most n.
     """
 
     algorithm: str
@@ -85,34 +87,35 @@ def link(gbit: float, microseconds: float) -> tuple[float, float]:
       microseconds: its latency, from one worker's call to the other's.
 
     Returns:
-      Seconds a message, and seconds a word of 4 bytes.
+      Seconds for a message, and seconds for a word of 4 bytes.
 
     >>> link(1, 50)
     (5e-05, 3.2e-08)
     """
     if not gbit > 0:
-        raise ValueError(f"the bandwidth is {gbit} Gbit/s; it is above 0")
+        raise ValueError(f"the bandwidth is {gbit} Gbit/s; it must be above 0")
     if not microseconds >= 0:
-        raise ValueError(f"the latency is {microseconds} microseconds; it is at least 0")
+        raise ValueError(f"the latency is {microseconds} microseconds; it must be at least 0")
     return microseconds / 1e6, 32 / (gbit * 1e9)
 
 
 def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node()) -> Prediction:
-    """What one synchronisation costs, by the paper's model of the algorithm.
+    """The cost of one synchronisation, by the paper's model of the algorithm.
 
     Args:
       algorithm: one of ``ALGORITHMS``.
       n: the gradient's length.
-      k: elements that a worker selects, from 1 to n.
-      P: workers.
-      alpha: seconds a message; between nodes, where there are several.
-      beta: seconds a word of 4 bytes; likewise (:func:`link` makes both).
-      node: what is inside a node; P is a multiple of its workers, or not above them. Only ``hitopk``, ``torus`` and
-        ``dense_hierarchical`` use both levels. The others run at ``alpha`` and ``beta`` throughout (inside a single
-        node, at its own), sharing the nodes' links as :class:`Node` says.
+      k: the number of elements that a worker selects, from 1 to n.
+      P: the number of workers.
+      alpha: seconds for a message; between nodes, if there are several.
+      beta: seconds for a word of 4 bytes; likewise (:func:`link` makes both).
+      node: what is inside a node. P must be a multiple of its workers, or not above their number.
+        Only ``hitopk``, ``torus`` and ``dense_hierarchical`` use both levels. The others run at
+        ``alpha`` and ``beta`` throughout (inside a single node, at the node's own), and share the
+        nodes' links as :class:`Node` says.
 
     Returns:
-      Messages, words and seconds, at best, at worst and expected.
+      Messages, words and seconds: best, expected and worst.
 
     Raises:
       ValueError: an argument is out of range.
@@ -123,10 +126,12 @@ def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *
     if algorithm not in MODELS:
         raise ValueError(f"algorithm is {algorithm!r}; choose one of {', '.join(MODELS)}")
     if not 1 <= k <= n:
-        raise ValueError(f"k is {k}; of {n} elements it is from 1 to {n}")
+        raise ValueError(f"k is {k}; for {n} elements it must be from 1 to {n}")
     gpus = min(node.gpus, P)
     if P < 1 or P % gpus:
-        raise ValueError(f"{P} workers do not fill nodes of {node.gpus}: take a multiple of that, or fewer")
+        raise ValueError(
+            f"{P} workers do not fill nodes of {node.gpus}: choose a multiple of {node.gpus}, or from 1 to {node.gpus}"
+        )
     _check_link(alpha, beta)
     if P == gpus > 1:
         alpha, beta = node.alpha, node.beta
@@ -143,17 +148,18 @@ def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *
 
 
 def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node(), selection: float = 0.0) -> str:
-    """Names the algorithm whose expected time is least, dense ones included.
+    """The name of the algorithm whose expected time is least, dense ones included.
 
-    It compares times, not what is delivered: ``topk_allgather`` and its like deliver everything that was selected, K
-    elements, ``oktopk`` and ``gtopk`` only k of them. ``a2sgd``, which delivers nothing of it, is left out.
+    It compares times, not what is delivered. ``topk_allgather`` and similar algorithms deliver
+    everything that was selected, K elements. ``oktopk`` and ``gtopk`` deliver only k of them.
+    ``a2sgd`` delivers none of it, and is left out.
 
     Args:
       n, k, P, alpha, beta, node: as in :func:`predict`.
-      selection: seconds that selecting takes, which dense algorithms do without.
+      selection: seconds for the selection, which dense algorithms do not need.
 
     Returns:
-      One of ``ALGORITHMS``; of equals the first.
+      One of ``ALGORITHMS``. If several take the same time, it is the first of them.
 
     >>> choose(25_000_000, 25_000, 32, *link(1, 50))
     'oktopk'
@@ -168,9 +174,11 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
     return min((name for name in ALGORITHMS if name not in DIFFERING), key=seconds)
 
 
-#: The names of the algorithms that are modelled. ``gtopk`` is a butterfly, ``gtopk_tree`` the published tree.
+#: The names of the algorithms with a model. ``gtopk`` is a butterfly, ``gtopk_tree`` the published
+#: tree.
 ALGORITHMS = tuple(MODELS)
-#: Those of them that leave workers with updates of their own: what they save is not to be compared with the others'.
+#: The algorithms that leave workers with different updates: what they save does not compare with
+#: the others.
 DIFFERING = ("a2sgd",)
-#: Those of them that send whole gradients.
+#: The algorithms that send whole gradients.
 DENSE = ("dense", "parameter_server", "torus", "dense_hierarchical")

@@ -41,7 +41,8 @@ class BFloat16(_Cast):
     Larger finite magnitudes become the largest bfloat16.
 
     >>> quantize = BFloat16()
-    >>> quantize.decode(quantize.encode(jnp.array([1.0, 257.0, 0.0]), jax.random.key(0)), 3, jnp.float32)
+    >>> message = quantize.encode(jnp.array([1.0, 257.0, 0.0]), jax.random.key(0))
+    >>> quantize.decode(message, 3, jnp.float32)
     Array([  1., 256.,   0.], dtype=float32)
     """
 

@@ -28,7 +28,8 @@ class Selector:
     def init(self, n: int, dtype: DTypeLike) -> Any:
         """The state for vectors of length ``n``.
 
-        A NamedTuple of arrays, each with one axis. It has at least the fields of :class:`SelectorState`.
+        A NamedTuple of arrays, each with one axis. It has at least the fields of
+        :class:`SelectorState`.
         """
         raise NotImplementedError
 
@@ -49,7 +50,9 @@ class Selector:
     def accumulate_and_select(
         self, pending: Pending, state: Any, step: jax.Array, rank: jax.Array
     ) -> tuple[jax.Array, SparseVector, Any]:
-        """Adds the vector up and selects from it; a selector that can do both in one pass overrides this.
+        """Adds the vector up and selects from it.
+
+        A selector that can do both in one pass overrides this.
 
         Args:
           pending: the vector.
@@ -68,7 +71,8 @@ class SelectorState(NamedTuple):
     Attributes:
       threshold: shape ``(1,)``: elements of at least this magnitude qualified. Where others of the
         same magnitude may not have qualified, it is the smallest selected magnitude.
-      selected: int32, shape ``(1,)``: how many qualified, those that overflowed the buffer included.
+      selected: int32, shape ``(1,)``: how many qualified, those that overflowed the buffer
+        included.
     """
 
     threshold: jax.Array
@@ -89,13 +93,19 @@ class ByDensity(Selector):
 
 
 def report(x: SparseVector, selected: jax.Array) -> SelectorState:
-    """The state of a selector without a threshold: it reports the smallest magnitude of ``x``, or 0."""
+    """The state of a selector without a threshold.
+
+    It reports the smallest magnitude of ``x``, or 0.
+    """
     smallest = jnp.min(jnp.where(x.indices < x.n, jnp.abs(x.values), jnp.inf))
     return SelectorState(jnp.where(x.count > 0, smallest, 0)[None], selected[None])
 
 
 def take_indices(acc: jax.Array, indices: jax.Array) -> tuple[SparseVector, SelectorState]:
-    """Takes the elements at these indices, which ascend and end with padding, except zeros and NaN."""
+    """Takes the elements at these indices, except zeros and NaN.
+
+    The indices ascend and end with padding.
+    """
     n = acc.shape[0]
     values, places, count = select_above(acc.at[indices].get(mode="fill", fill_value=0), 0, indices.shape[0])
     x = SparseVector(values, indices.at[places].get(mode="fill", fill_value=n), n)

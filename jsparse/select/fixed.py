@@ -19,7 +19,8 @@ from ._base import Selector, SelectorState
 class AboveThreshold(Selector):
     """A selector whose threshold depends on few elements of the vector, or on none.
 
-    On a GPU one kernel then adds the vector up and selects from it in one pass over memory.
+    On a GPU, one kernel then adds the gradient to the residual and selects from the sum, in one
+    pass over memory.
     """
 
     def threshold_of(self, acc: jax.Array) -> jax.Array:
@@ -34,7 +35,7 @@ class AboveThreshold(Selector):
     def accumulate_and_select(
         self, pending: Pending, state: SelectorState, step: jax.Array, rank: jax.Array
     ) -> tuple[jax.Array, SparseVector, SelectorState]:
-        """As in :class:`Selector`. The kernel takes one part that is added to a vector."""
+        """As in :class:`Selector`. The kernel is used if one part is added to one vector."""
         plain = super().accumulate_and_select
         if pending.vector is None or len(pending.parts) != 1:
             return plain(pending, state, step, rank)
@@ -47,7 +48,8 @@ class AboveThreshold(Selector):
         residual, keep, limit = pending.vector, pending.keep, pending.limit
         assert residual is not None
         grad, n = pending.parts[0].reshape(-1), residual.shape[0]
-        # XLA computes only the elements that threshold_of reads; this vector is never formed as a whole.
+        # XLA computes only the elements that ``threshold_of`` reads; this vector is never formed
+        # as a whole.
         acc = jnp.clip(residual + jnp.where(keep, grad.astype(residual.dtype), 0), -limit, limit)
         threshold, k = _threshold_for(self.threshold_of(acc), self.density, n)
         values, indices, count, acc = accumulate_and_select(
@@ -68,11 +70,12 @@ class AboveThreshold(Selector):
 class FixedThreshold(AboveThreshold):
     """Selects the elements of magnitude at least ``threshold``.
 
-    When more qualify than the buffer holds, it holds a different part of them each step, so that all get their turn.
+    If more elements qualify than the buffer holds, it takes different ones in each step, so that
+    every element gets its turn.
 
     Attributes:
       threshold: at least 0.
-      density: the buffer's length over n, above 0 and at most 1.
+      density: the buffer's length divided by n, above 0 and at most 1.
     """
 
     threshold: float
@@ -93,7 +96,7 @@ class FixedThreshold(AboveThreshold):
 def take_above(
     acc: jax.Array, threshold: jax.Array, density: float, step: jax.Array
 ) -> tuple[SparseVector, SelectorState]:
-    """The elements at or above a threshold, in a buffer of k."""
+    """Selects the elements at or above a threshold, in a buffer of k elements."""
     n = acc.shape[0]
     threshold, k = _threshold_for(threshold, density, n)
     values, indices, count = select_above(acc, threshold, k, start=bitmap.turn(step, k))
@@ -101,7 +104,7 @@ def take_above(
 
 
 def _threshold_for(threshold: jax.Array, density: float, n: int) -> tuple[jax.Array, int]:
-    """The threshold, which is 0 where all elements are kept, and how many are."""
+    """The threshold, which is 0 if all elements are kept, and the number of elements kept."""
     k = elements_kept(density, n)
     return jnp.zeros_like(threshold) if k >= n else threshold, k
 

@@ -56,7 +56,7 @@ class Wire(Protocol):
         ...
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
-        """The length of a row for a run of ``capacity`` values of ``dtype`` in a vector of ``n``."""
+        """The length of a row for ``capacity`` values of ``dtype`` in a vector of length ``n``."""
         ...
 
     def at(self, step: jax.Array) -> "Messages":
@@ -97,7 +97,7 @@ class Messages:
         return self.wire.decode(message, capacity, n, dtype)
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
-        """The length of a row for a run of ``capacity`` values of ``dtype`` in a vector of ``n``."""
+        """The length of a row for ``capacity`` values of ``dtype`` in a vector of length ``n``."""
         return self.wire.words(capacity, n, dtype)
 
     def as_read(self, x: SparseVector, message: jax.Array) -> SparseVector:

@@ -1,4 +1,4 @@
-"""Ascending indices in few bits, and values in as few as a quantizer takes."""
+"""A wire format with few bits for ascending indices, and quantized values."""
 
 import dataclasses
 import functools
@@ -19,17 +19,20 @@ from ._base import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Compact(Wire):
-    """Ascending indices in about ``2 + log2(n / capacity)`` bits each, and values in as few as their quantizer takes.
+    """Ascending indices in about ``2 + log2(n / capacity)`` bits each, and quantized values.
 
-    The low bits of an index are written as they are, the upper ones of all indices in unary, in one bitmap: a bit for
-    each element, that of element ``i`` at place ``i + (index >> low)``. How many are low is whatever makes the message
-    shortest, so that the indices of 1 % of a vector take 8.6 bits each, those of 0.1 % 12, whatever they are.
+    The low bits of an index are written as they are. The upper bits of all indices are written in
+    unary, in one bitmap, with one bit for each element: the bit of element ``i`` is at place
+    ``i + (index >> low)``. The number of low bits is the one that makes the message shortest. The
+    indices of 1 % of a vector take 8.6 bits each, and those of 0.1 % take 12, for any set of
+    indices.
 
-    What a quantizer rounds away is not delivered: whoever rounds has it in its residual.
+    What a quantizer rounds away is not delivered. The worker that rounds keeps it in its residual.
 
     Attributes:
-      values: how values are laid out: ``Exact()``, lossless, 4 bytes each for float32; ``quantize.BFloat16()``, 2
-        bytes; ``quantize.Codebook(4)`` and ``(2)``, 4 and 2 bits; any other quantizer.
+      values: the layout of values: ``Exact()``, lossless, 4 bytes each for float32;
+        ``quantize.BFloat16()``, 2 bytes each; ``quantize.Codebook(4)`` and ``Codebook(2)``, 4 and
+        2 bits; any other quantizer.
 
     >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
     >>> Compact().encode(x, step=0).shape
@@ -38,7 +41,8 @@ class Compact(Wire):
     1269
 
     References:
-      Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 21(2), 1974.
+      Elias, "Efficient storage and retrieval by content and address of static files", J. ACM
+      21(2), 1974.
     """
 
     values: Quantizer = Exact()
@@ -62,7 +66,8 @@ class Compact(Wire):
         fields = [pack_digits(x.indices >> shift & (1 << width) - 1, 1 << width) for shift, width in _fields(low)]
         places = (x.indices >> low) + lax.iota(jnp.int32, x.capacity)
         upper = bitmap.mark(jnp.zeros(_upper_words(x.capacity, x.n, low), jnp.uint32), places)
-        # The random numbers depend on the values too, so workers that send equal runs send equal bits.
+        # The random numbers depend on the values as well, so workers that send equal runs send
+        # equal bits.
         bits = lax.bitcast_convert_type(x.values, jnp.uint32)
         key = key_of(getattr(self.values, "seed", 0), step, jnp.sum(bits, dtype=jnp.uint32))
         values = self.values.encode(x.values, key)
@@ -94,7 +99,7 @@ class Compact(Wire):
 
 @functools.cache
 def _low_bits(capacity: int, n: int) -> int:
-    """How many of an index's bits are written as they are, so that all of them take the least room."""
+    """How many bits of an index are written as they are, so that the message is shortest."""
     return min(
         (low for low in range(32) if (n >> low) + capacity < 2**31), key=lambda low: _index_words(capacity, n, low)
     )
@@ -110,5 +115,5 @@ def _upper_words(capacity: int, n: int, low: int) -> int:
 
 
 def _fields(low: int) -> list[tuple[int, int]]:
-    """``(shift, width)`` of the parts that low bits are packed in: widths that fill words."""
+    """``(shift, width)`` of the parts of the low bits: widths that fill whole words."""
     return [(low & (width - 1), width) for width in (16, 8, 4, 2, 1) if low & width]

@@ -13,7 +13,9 @@ from ._base import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Full(Wire):
-    """Values and indices at full width: 4 + 4 bytes an element for float32, 8 + 4 for float64. Lossless.
+    """Values and indices at full width. It is lossless.
+
+    An element takes 4 + 4 bytes for float32, and 8 + 4 bytes for float64.
 
     >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
     >>> Full().encode(x, step=0).shape
