@@ -48,7 +48,11 @@ def test_the_demo_has_every_preset():
         and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
     }
     # The name before the hyphen is the preset, the one after it a variant.
-    assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {"sparse_allreduce", "phases"}
+    assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {
+        "from_file",
+        "sparse_allreduce",
+        "phases",
+    }
 
 
 @pytest.mark.parametrize(
