@@ -101,7 +101,7 @@ def simulate(
         params, states, momentum, selected = step(params, states, momentum, grads)
         sender, index = np.nonzero(selected)
         figures = {"union": len(np.unique(index))}
-        reduced = states.buckets[0].reduce
+        reduced = states.buckets[0].reducer.reduce
         if reduced:
             parts = np.asarray(reduced.part)
             figures |= {

@@ -46,7 +46,7 @@ def test_this_session_runs_its_tier(request: pytest.FixtureRequest):
 
 
 def test_every_file_has_quick_tests(request: pytest.FixtureRequest):
-    """Every file that was collected, but that of faults: each of its tests starts processes again and again."""
+    """Every file that was collected, but that of faults, whose tests restart processes."""
     tiers = request.config.stash[TIER_OF]
     files = {name.partition("::")[0] for name in tiers} - {"tests/test_faults.py"}
     assert files == {name.partition("::")[0] for name, tier in tiers.items() if tier == "quick"}
