@@ -120,7 +120,7 @@ def test_a_sum_that_is_not_finite_is_told():
 
 
 def test_types():
-    """Means of narrow leaves are float32, of double ones float64. Updates keep the leaves' types."""
+    """Means of narrow leaves are float32, of double ones float64. Updates keep their types."""
     rng = np.random.default_rng(2)
     flat = rng.standard_normal((3, 4000))
     for dtype, rtol in [(jnp.bfloat16, 1e-2), (jnp.float16, 2e-3)]:

@@ -35,6 +35,7 @@ def test_every_operation_runs_and_its_kernels_are_right(tmp_path, capsys):
     assert "accumulate_and_select" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_figures(tmp_path):
     figures = run(tmp_path, "--ops", "add_sparse", "--clustered")
     rows = {(row["operation"], row["form"]): row for row in figures["rows"]}

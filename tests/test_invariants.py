@@ -138,7 +138,7 @@ def assert_replicas_agree(step: Step) -> None:
 
 
 def handled(row: Row, step: Step) -> np.ndarray:
-    """The magnitudes that were added up and taken off; a rounded value may be larger than it was."""
+    """The magnitudes that were added up and taken off. A rounded value may have grown."""
     magnitudes = np.abs(step.given).sum(0) + np.abs(step.residual).sum(0)
     return np.full_like(magnitudes, magnitudes.max()) if row.mixes else magnitudes
 

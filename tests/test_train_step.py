@@ -137,6 +137,7 @@ def test_batch_statistics(kept: str, micro_batches: int):
     assert messages[0].payload == ("float32[13]" if kept == "mean" else "float32[1]")
 
 
+@pytest.mark.full
 def test_keys_differ_between_workers_and_micro_batches():
     def noisy(params, batch, *, key):
         noise = jax.random.uniform(key)
@@ -216,6 +217,7 @@ def test_narrow_gradients_are_not_lost_in_micro_batches():
     np.testing.assert_array_equal(state.params, -jnp.full(3, 6e-8, jnp.float16))
 
 
+@pytest.mark.full
 def test_two_all_reduces_for_different_parameters():
     tx = optax.partition(
         {

@@ -182,6 +182,7 @@ def test_one_executable_for_all_steps():
     assert update._cache_size() == 1
 
 
+@pytest.mark.full
 def test_two_axes_are_one():
     """A tuple of mesh axes is taken as one axis, in row-major order."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))

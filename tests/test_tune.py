@@ -115,6 +115,7 @@ def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     assert tx.synchroniser.reducer.wire == wire.Compact(quantize.BFloat16())
 
 
+@pytest.mark.full
 def test_a_fast_network(network, tmp_path, capsys):
     network(Fit(1e-7, 1e-11, 0.0))
     path, plot = tmp_path / "tune.json", tmp_path / "tune.png"

@@ -112,6 +112,7 @@ def test_bytes(number: int):
     assert wire.encode(x, STEP).shape == (wire.words(1000, 300_000, np.float32),)
 
 
+@pytest.mark.full
 def test_equal_runs_are_laid_out_alike_and_steps_differ():
     wire, x = Compact(quantize.QSGD(4)), run(np.arange(300), 1000, 300)
     first = wire.at(jnp.int32(1)).encode(x)
