@@ -77,6 +77,7 @@ ALGORITHMS = {
     "oktopk-bf16": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.BFloat16())),
     "oktopk-4bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(4))),
     "oktopk-2bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(2))),
+    "powersgd": lambda density: jsparse.powersgd("workers"),
     "quantized-bf16": lambda density: jsparse.quantized("workers", quantize=quantize.BFloat16()),
     "quantized-fp16": lambda density: jsparse.quantized("workers", quantize=quantize.Float16()),
     "quantized-8bit": lambda density: jsparse.quantized("workers", quantize=quantize.Block8()),

@@ -252,7 +252,7 @@ def check_refusals():
     refused("nothing in the chain communicates", jsparse.init, optax.sgd(0.1), params, None, comm)
     refused("optax.MultiSteps", jsparse.init, optax.MultiSteps(dense, 2), params, None, comm)
     refused("pass a mesh, or a Comm", jsparse.train_step, loss_fn, dense, None, "data")
-    refused("a Comm goes with mesh=None", jsparse.train_step, loss_fn, dense, jax.make_mesh((1,), ("data",)), comm)
+    refused("a Comm needs mesh=None", jsparse.train_step, loss_fn, dense, jax.make_mesh((1,), ("data",)), comm)
     refused("pass an mpi4py communicator", jsparse.MpiComm, "world")
     refused("one of them twice", jsparse.torus, comm, comm)
     if SIZE == 3:

@@ -1,7 +1,6 @@
 """The examples and the command line, run as users run them."""
 
 import gzip
-import inspect
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ import pytest
 import jsparse
 from examples import fill_in, train
 from jsparse import cli, cost
+from jsparse._presets import files
 from jsparse.bench import pto
 from jsparse.bench.images import load_images
 
@@ -41,18 +41,8 @@ def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
 
 
 def test_the_demo_has_every_preset():
-    presets = {
-        name
-        for name in jsparse.__all__
-        if inspect.isfunction(getattr(jsparse, name))
-        and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
-    }
     # The name before the hyphen is the preset, the one after it a variant.
-    assert {name.partition("-")[0] for name in train.ALGORITHMS} == presets - {
-        "from_file",
-        "sparse_allreduce",
-        "phases",
-    }
+    assert {name.partition("-")[0] for name in train.ALGORITHMS} == set(files.presets()) - {"sparse_allreduce"}
 
 
 @pytest.mark.parametrize(
