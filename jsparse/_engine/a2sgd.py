@@ -14,8 +14,10 @@ from kernels_pallas import varying_as
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.layout import Layout
+from .agreement import check_floats, check_local, varying_over
+from .outcome import begin, finish_report, report_of
 from .state import SparseAllReduceState
-from .synchroniser import Means, begin, check_floats, check_local, finish_report, report_of, varying_over
+from .synchroniser import Means
 
 # How many elements are added one after the other. This bounds the rounding error, and keeps masks
 # out of memory.

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.density import check_steps
+from .agreement import agree, varying_over
 from .memory import NoMemory
+from .outcome import Outcome, begin, conclude, thresholds_of
 from .state import BucketState, SparseAllReduceState
-from .synchroniser import Composition, Means, Outcome, agree, begin, conclude, thresholds_of, varying_over
+from .synchroniser import Composition, Means
 from .transform import SparseAllReduce
 
 Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce

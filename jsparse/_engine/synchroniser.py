@@ -13,20 +13,18 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import bitmap
-
 from .._comm.comm import Comm, axes_of
-from .._comm.metered import Metered, add_words
+from .._comm.metered import Metered
 from .._vector.buckets import Bucket
 from .._vector.sparse_vector import SparseVector
 from ..allreduce import Dense
+from .agreement import agree, check_floats, check_local, not_finite, pmax_over
 from .mean import Mean, Quotient, over_workers
 from .memory import Memory, NoMemory
+from .outcome import Outcome, begin, conclude, report_of, thresholds_of
 from .reducer import Counts, Reducer, Whole, count, count_filled
 from .space import Flat, Space
-from .state import BucketState, Report, SparseAllReduceState
-
-FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+from .state import BucketState, SparseAllReduceState
 
 
 class Synchroniser(Protocol):
@@ -102,20 +100,6 @@ class Means(NamedTuple):
         if not one_run:
             parts = [part / quotient.divisor for part in parts]
         return [part.astype(dtype) for part, dtype in zip(parts, layout.dtypes, strict=True)]
-
-
-class Outcome(NamedTuple):
-    """What has become of all vectors, in the order of their buckets.
-
-    Attributes:
-      quotients: their means.
-      states: their states.
-      report: what their reducers told; what was sent is not in it.
-    """
-
-    quotients: list[Quotient]
-    states: list[BucketState]
-    report: Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,10 +246,12 @@ class Composition:
         after: dict[int, BucketState] = {}
         counts: dict[int, Counts] = {}
         updated = jnp.int32(0)
-        next_bucket(levels)
+        for level in levels:
+            level.next_bucket()
         # In the order in which a backward pass has them ready.
         for i in sorted(range(len(buckets)), key=lambda i: buckets[i].ids[0], reverse=True):
-            next_bucket(levels)
+            for level in levels:
+                level.next_bucket()
             bucket, before, keep = buckets[i], states[i], ~left_out[i]
             reducer, memory = self.parts(bucket)
             layout, limit = self.space.layout(bucket), memory.limit(bucket.layout.dtype, workers)
@@ -289,165 +275,3 @@ class Composition:
         order = range(len(buckets))
         report = report_of([counts[i] for i in order], [bucket.dense for bucket in buckets], updated)
         return Outcome([quotients[i] for i in order], [after[i] for i in order], report)
-
-
-def begin(
-    synchroniser: Synchroniser, buckets: tuple[BucketState, ...], thresholds: tuple[jax.Array, ...]
-) -> SparseAllReduceState:
-    """The state before the first step, typed as differing between workers.
-
-    Args:
-      synchroniser: whose state it is.
-      buckets: the vectors' states.
-      thresholds: zeros in place of the thresholds of the report.
-    """
-    none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    report = Report(none, none, none, none, zero, zero, thresholds, thresholds)
-    sizes = jnp.array([comm.size for comm in synchroniser.levels], jnp.int32)
-    state = SparseAllReduceState(none, sizes, buckets, report)
-    return varying_over([*synchroniser.levels, *synchroniser.agree_over], state)
-
-
-def thresholds_of(buckets: Sequence[Bucket]) -> tuple[jax.Array, ...]:
-    """The thresholds before the first step: one for each bucket that may be selected from."""
-    return tuple(jnp.zeros(1, bucket.layout.dtype) for bucket in buckets if not bucket.dense)
-
-
-def report_of(counts: Sequence[Counts], dense: Sequence[bool], updated: jax.Array) -> Report:
-    """The report of a step, without what was sent.
-
-    Args:
-      counts: what the buckets' reducers told.
-      dense: which buckets always go densely, and have no thresholds.
-      updated: int32 scalar: elements of the update.
-    """
-
-    def total(name):
-        return jnp.asarray(sum((getattr(told, name) for told in counts), jnp.int32(0)))[None]
-
-    def each(name):
-        return tuple(getattr(told, name)[None] for told, alone in zip(counts, dense, strict=True) if not alone)
-
-    none = jnp.zeros(1, jnp.uint32)
-    return Report(
-        selected=total("selected"),
-        overflowed=total("overflowed"),
-        delivered=total("delivered"),
-        updated=updated[None],
-        words=none,
-        messages=none,
-        thresholds=each("threshold"),
-        global_thresholds=each("global_threshold"),
-    )
-
-
-def finish_report(
-    report: Report, old: Report, bad: jax.Array, metered: Sequence[tuple[jax.Array, jax.Array]]
-) -> Report:
-    """The report of a step with what was sent, in the types of the old one.
-
-    After a non-finite gradient nothing was delivered, and thresholds stay as they were.
-    """
-    words = functools.reduce(add_words, [words for words, _ in metered])
-    messages = functools.reduce(jnp.add, [messages for _, messages in metered])
-    report = jax.tree.map(lambda new, old: jnp.where(bad, 0, new).astype(old.dtype), report, old)
-
-    def kept(new, old):
-        return jax.tree.map(lambda new, old: jnp.where(bad, old, new), new, old)
-
-    return report._replace(
-        words=words[None],
-        messages=messages[None],
-        thresholds=kept(report.thresholds, old.thresholds),
-        global_thresholds=kept(report.global_thresholds, old.global_thresholds),
-    )
-
-
-def agree(levels: Sequence[Metered], step: jax.Array, leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """One exchange opens the step: the step's number, and whether any gradient is not finite."""
-    opening = pmax_over(levels, jnp.stack([not_finite(leaves).astype(jnp.int32), step]))
-    return opening[1], opening[0] > 0
-
-
-def conclude(
-    synchroniser: Synchroniser,
-    levels: Sequence[Metered],
-    state: SparseAllReduceState,
-    outcome: Outcome,
-    bad: jax.Array,
-    step: jax.Array,
-    *,
-    undo: bool,
-    sent: Sequence[tuple[jax.Array, jax.Array]] = (),
-) -> SparseAllReduceState:
-    """The state after a step; where a gradient was not finite, the state before it.
-
-    Args:
-      synchroniser: whose step it was.
-      levels: the networks, which counted what was sent.
-      state: before the step.
-      outcome: what has become of the vectors.
-      bad: bool scalar: whether a gradient was not finite.
-      step: int32 scalar, the step's number, alike on all workers.
-      undo: whether a bad step changed memories; if all workers left it out, it did not.
-      sent: further words and messages.
-    """
-
-    def before_or(after: Any, before: Any) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(bad, old, new), after, before)
-
-    buckets = []
-    for after, before in zip(outcome.states, state.buckets, strict=True):
-        memory = before_or(after.memory, before.memory) if undo else after.memory
-        buckets.append(BucketState(memory, before_or(after.reducer, before.reducer)))
-    metered = [*((level.words, level.messages) for level in levels), *sent]
-    report = finish_report(outcome.report, state.report, bad, metered)
-    step = jnp.where(bad, step, step + 1)[None]
-    comms = [*synchroniser.levels, *synchroniser.agree_over]
-    return varying_over(comms, SparseAllReduceState(step, state.sizes, tuple(buckets), report))
-
-
-def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:
-    """The largest over the workers of all levels."""
-    for level in levels:
-        x = level.pmax(x)
-    return x
-
-
-def next_bucket(levels: Sequence[Metered]) -> None:
-    """Tells the networks that what is sent from here on belongs to another bucket."""
-    for level in levels:
-        level.next_bucket()
-
-
-def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Whether any element is infinite or NaN: bool scalar."""
-    wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
-    return jnp.max(jnp.stack(wrong)) > 0
-
-
-def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
-    """The same values, typed as differing between the workers of all levels."""
-    return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
-
-
-def check_floats(tree: Any) -> None:
-    """Refuses leaves that are no floats."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if leaf.dtype not in FLOATS:
-            raise ValueError(
-                f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
-                "float32 or float64: keep what is not trained out of the parameters"
-            )
-
-
-def check_local(levels: Sequence[Comm], grads: Any) -> None:
-    """Refuses gradients whose types tell that they are already summed over the workers."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if not all(comm.may_differ(leaf) for comm in levels):
-            raise ValueError(
-                f"gradient leaf {jax.tree_util.keystr(path)} is the same on all workers: under "
-                "jax.shard_map(check_vma=True) the gradient with respect to replicated parameters is already summed. "
-                "Compute it with jsparse.local_value_and_grad(loss_fn, axis), which leaves it local, and neither psum "
-                "nor pmean it. Where the all-reduce is over two axes, pass both wherever an axis is asked for"
-            )

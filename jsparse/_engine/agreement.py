@@ -1,0 +1,61 @@
+"""What workers agree on before and after a step, and what they refuse."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import bitmap
+
+from .._comm.comm import Comm
+from .._comm.metered import Metered
+
+FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+
+
+def agree(levels: Sequence[Metered], step: jax.Array, leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """One exchange opens the step: the step's number, and whether any gradient is not finite."""
+    opening = pmax_over(levels, jnp.stack([not_finite(leaves).astype(jnp.int32), step]))
+    return opening[1], opening[0] > 0
+
+
+def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:
+    """The largest over the workers of all levels."""
+    for level in levels:
+        x = level.pmax(x)
+    return x
+
+
+def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Whether any element is infinite or NaN: bool scalar."""
+    wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
+    return jnp.max(jnp.stack(wrong)) > 0
+
+
+def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
+    """The same values, typed as differing between the workers of all levels."""
+    return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
+
+
+def check_floats(tree: Any) -> None:
+    """Refuses leaves that are no floats."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if leaf.dtype not in FLOATS:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
+                "float32 or float64: keep what is not trained out of the parameters"
+            )
+
+
+def check_local(levels: Sequence[Comm], grads: Any) -> None:
+    """Refuses gradients whose types tell that they are already summed over the workers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not all(comm.may_differ(leaf) for comm in levels):
+            raise ValueError(
+                f"gradient leaf {jax.tree_util.keystr(path)} is the same on all workers: under "
+                "jax.shard_map(check_vma=True) the gradient with respect to replicated parameters is already summed. "
+                "Compute it with jsparse.local_value_and_grad(loss_fn, axis), which leaves it local, and neither psum "
+                "nor pmean it. Where the all-reduce is over two axes, pass both wherever an axis is asked for"
+            )
