@@ -156,6 +156,7 @@ def test_it_goes_dense_when_the_data_fill_it():
     assert sent(SsarSplitAllGather(), 200, 200) - agree - count == split + n // P * (P - 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "row, size",
     [

@@ -133,6 +133,7 @@ def test_wrong_options_of_the_demo(arguments, message: str, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_fill_in(tmp_path, capsys):
     arguments = ["--workers", "4", "--density", "0.02", "0.01", "--steps", "3", "--batch", "4"]
     fill_in.main([*arguments, "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")])
@@ -262,6 +263,7 @@ def test_bench_select(tmp_path, capsys):
     assert forms["RandomK"]["of_the_exact_top_k"] < 0.1
 
 
+@pytest.mark.full
 def test_bench_pto(tmp_path, capsys, monkeypatch):
     shapes = pto.resnet50(4)[:9]
     monkeypatch.setattr(pto, "resnet50", lambda width: shapes)

@@ -58,6 +58,7 @@ def alone(tx: jsparse.SparseAllReduce, like: jsparse.SparseAllReduceState):
     return fresh._replace(buckets=(bucket,)), jax.jit(jax.vmap(tx.update, axis_name=AXIS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(RUNS, "dense, sparse, sparse"))
 def test_each_phase_is_as_by_itself(name: str):
     """Each phase gives the same bits as its transformation alone on the same state.

@@ -187,6 +187,7 @@ def test_a_bad_step_changes_no_bit(subtract: str):
         np.testing.assert_array_equal(after.step, state.step)
 
 
+@pytest.mark.full
 def test_narrow_leaves():
     """Factors are float32; updates have the leaves' types."""
     size = 2
@@ -204,6 +205,7 @@ def test_narrow_leaves():
     np.testing.assert_array_equal(state.buckets[0].residual, wide.buckets[0].residual)
 
 
+@pytest.mark.full
 def test_double_precision():
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float64), PARAMS)
@@ -279,6 +281,7 @@ def test_it_pickles_and_compares():
     hash(tx.synchroniser)
 
 
+@pytest.mark.full
 def test_dense_steps_first():
     """As PyTorch's ``start_powerSGD_iter``: the residual begins with the first low-rank step."""
     size = 3
@@ -323,6 +326,7 @@ def trained(tx, epochs: int = 6) -> float:
     return float(loss_fn(state.params, digits()))
 
 
+@pytest.mark.full
 def test_it_trains():
     dense = trained(jsparse.dense(AXIS))
     assert dense < 0.15

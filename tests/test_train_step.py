@@ -79,6 +79,7 @@ def test_micro_batches_synchronise_once():
     assert one[1] == three[1]
 
 
+@pytest.mark.full
 def test_metrics_are_averaged():
     def with_metrics(params, batch):
         return loss_fn(params, batch), {"first": batch[0][0, 0], "count": jnp.float32(batch[1].shape[0])}
@@ -154,6 +155,7 @@ def test_keys_differ_between_workers_and_micro_batches():
     np.testing.assert_allclose(metrics["square"], np.mean(np.square(draws)), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_the_loss_reaches_transforms_that_want_it():
     """``optax.contrib.reduce_on_plateau`` and its like take the loss as ``value``."""
     tx = chain(after=optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)))
@@ -174,6 +176,7 @@ def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
     jax.tree.map(np.testing.assert_array_equal, state.params, params())
 
 
+@pytest.mark.full
 def test_a_mesh_of_explicit_axes():
     """What ``jax.make_mesh`` makes, with batches that are not sharded."""
     mesh = jax.make_mesh((SIZE,), (AXIS,))
@@ -204,6 +207,7 @@ def test_keys_kept_per_worker_differ():
     assert len({tuple(row) for row in np.asarray(jax.random.key_data(state.model_state["key"])).tolist()}) == SIZE
 
 
+@pytest.mark.full
 def test_narrow_gradients_are_not_lost_in_micro_batches():
     tx = optax.chain(jsparse.oktopk(AXIS, density=1.0), optax.scale(-1.0))
     step = jsparse.train_step(

@@ -48,7 +48,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("x64", quick([False, True], True))
-@pytest.mark.parametrize("name", quick(PRESETS, "oktopk"))
+@pytest.mark.parametrize("name", quick(PRESETS, "topk"))
 def test_mixed_types(name: str, x64: bool):
     """Every leaf keeps its type; sums are formed and kept in the widest, at least float32."""
     with jax.enable_x64(x64):

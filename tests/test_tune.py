@@ -90,6 +90,7 @@ def width(layout: jsparse.wire.Wire | None) -> int:
     return 0 if layout is None else 4 if isinstance(layout.values, quantize.BFloat16) else 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gpus", quick([1, 4], 4))
 def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     network(Fit(5e-5, 3.2e-8, 0.0))

@@ -123,6 +123,7 @@ def test_sync_is_one_run():
     np.testing.assert_array_equal(jsparse.residual(after), jsparse.residual(state))
 
 
+@pytest.mark.full
 def test_finite_gradients_never_make_the_residual_infinite():
     tx = jsparse.hitopk(*LEVELS, density=0.05)
     over = jax.vmap(jax.vmap(lambda g, s: tx.update(g, s), axis_name="gpus"), axis_name="nodes")
