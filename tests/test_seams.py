@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 import jsparse
 from jsparse._comm.comm import AxisComm
 from jsparse._engine.mean import Quotient, over_contributors
-from jsparse._engine.memory import ErrorFeedback, NoMemory, largest_addend
-from jsparse._engine.reducer import Selecting
+from jsparse._engine.memory import ErrorFeedback, Memory, largest_addend
+from jsparse._engine.reducer import Reduced, Selecting
 from jsparse._engine.space import Flat
 from jsparse._engine.synchroniser import Composition
 from jsparse._vector.buckets import Bucket
@@ -173,7 +173,7 @@ class Estimate(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EF21(NoMemory):
+class EF21(Memory):
     """``h += C(gradient - h)``, and the update is the mean of h (Richtárik et al., 2021)."""
 
     def init(self, n, dtype):
@@ -183,12 +183,12 @@ class EF21(NoMemory):
         limit = largest_addend(state.own.dtype, size)
         return Pending(-state.own, parts, keep, layout, limit), state
 
-    def retain(self, state: Estimate, acc, *, sent, delivered, total, mean: Quotient, keep, size):
+    def retain(self, state: Estimate, done: Reduced, mean: Quotient, keep, size):
         own, shared = state
-        if isinstance(delivered, jsparse.SparseVector):
-            own = own.at[delivered.indices.reshape(-1)].add(delivered.values.reshape(-1), mode="drop")
+        if isinstance(done.delivered, jsparse.SparseVector):
+            own = own.at[done.delivered.indices.reshape(-1)].add(done.delivered.values.reshape(-1), mode="drop")
         else:
-            own = own + delivered
+            own = own + done.delivered
         change = mean.total.to_dense() if isinstance(mean.total, jsparse.SparseVector) else mean.total
         shared = shared + change / mean.divisor
         return Estimate(own, shared), Quotient(shared, 1)

@@ -17,7 +17,7 @@ from .._vector.layout import Layout
 from .agreement import check_floats, check_local, varying_over
 from .outcome import begin, finish_report, report_of
 from .state import SparseAllReduceState
-from .synchroniser import Means
+from .synchroniser import Synchroniser
 
 # How many elements are added one after the other. This bounds the rounding error, and keeps masks
 # out of memory.
@@ -25,13 +25,15 @@ ROW = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoMeans:
+class TwoMeans(Synchroniser):
     """The synchroniser of :func:`jsparse.a2sgd`. Its updates differ between workers.
 
     Attributes:
       comm: the workers.
       per_leaf: whether every leaf has two means of its own.
     """
+
+    alike = False
 
     comm: Comm
     per_leaf: bool = False
@@ -40,26 +42,12 @@ class TwoMeans:
     def levels(self) -> tuple[Comm, ...]:
         return (self.comm,)
 
-    @property
-    def agree_over(self) -> tuple[Comm, ...]:
-        return ()
-
-    @property
-    def alike(self) -> bool:
-        return False
-
     def over(self, *comms: Comm) -> "TwoMeans":
         return dataclasses.replace(self, comm=comms[0])
 
     def init(self, params: Any) -> SparseAllReduceState:
         check_floats(params)
         return begin(self, (), ())
-
-    def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
-        raise ValueError(
-            "a2sgd's updates differ between workers and are as long as the gradient, so sync can't return them: "
-            "use tx.update"
-        )
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""

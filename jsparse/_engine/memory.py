@@ -8,7 +8,7 @@ buffer was full, a value was rounded. Whatever the reason, it is still in ``acc`
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,91 +20,7 @@ from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from .mean import Quotient
-
-
-class Memory(Protocol):
-    """What a worker keeps for one vector: a frozen dataclass.
-
-    Its state is a NamedTuple of arrays. Those of the vector's length have shape ``(n,)``; it has a
-    ``residual``: what was accumulated and not delivered, or None. In a step with ``keep`` false
-    nothing is delivered, and a memory leaves all its state as it was.
-
-    Attributes:
-      feeds_back: whether what was not delivered is kept.
-    """
-
-    @property
-    def feeds_back(self) -> bool: ...
-
-    def init(self, n: int, dtype: DTypeLike) -> Any:
-        """The state before the first step, for a vector of length ``n``."""
-        ...
-
-    def limit(self, dtype: DTypeLike, size: int) -> float:
-        """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
-        ...
-
-    def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
-        """What is made of a worker's gradients before they become vectors, such as clipping.
-
-        Args:
-          leaves: all gradients.
-          size: the number of workers.
-        """
-        ...
-
-    def accumulate(
-        self, state: Any, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
-    ) -> tuple[Pending, Any]:
-        """The vector to send, and the state.
-
-        Arrays of the state that the vector replaces may be None in it.
-
-        Args:
-          state: from ``init`` or from the step before.
-          layout: where the parts stand in the vector.
-          parts: this step's gradient.
-          keep: bool scalar: whether the step counts.
-          size: how many workers sum the vector.
-        """
-        ...
-
-    def retain(
-        self,
-        state: Any,
-        acc: jax.Array,
-        *,
-        sent: SparseVector | jax.Array,
-        delivered: SparseVector | jax.Array,
-        total: SparseVector | jax.Array,
-        mean: Quotient,
-        keep: jax.Array,
-        size: int,
-    ) -> tuple[Any, Quotient]:
-        """The state after a step, and what its update is made of.
-
-        Args:
-          state: from :meth:`accumulate`.
-          acc: the vector, shape ``(n,)``.
-          sent: what of it was sent.
-          delivered: this worker's share of the sum.
-          total: the sum of what the workers delivered.
-          mean: the mean that is made of it.
-          keep, size: as in :meth:`accumulate`.
-        """
-        ...
-
-    def for_dense(self) -> "Memory":
-        """The memory of a vector that always goes densely and as it is."""
-        ...
-
-    def in_dense_phase(self, flush: bool) -> "Memory":
-        """A memory with the same state for a phase that delivers everything.
-
-        Args:
-          flush: whether the phase delivers what was kept; otherwise it leaves that aside.
-        """
-        ...
+from .reducer import Reduced
 
 
 class Forgotten(NamedTuple):
@@ -125,51 +41,83 @@ class Residual(NamedTuple):
     residual: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class NoMemory:
-    """Keeps nothing: what is not delivered is lost."""
+class Memory:
+    """What a worker keeps for one vector: a frozen dataclass. Inherit from this class.
 
-    @property
-    def feeds_back(self) -> bool:
-        return False
+    Its state is a NamedTuple of arrays. Those of the vector's length have shape ``(n,)``; it has a
+    ``residual``: what was accumulated and not delivered, or None. In a step with ``keep`` false
+    nothing is delivered, and a memory leaves all its state as it was. By default it keeps nothing.
+
+    Attributes:
+      feeds_back: whether what was not delivered is kept.
+    """
+
+    feeds_back = False
 
     def init(self, n: int, dtype: DTypeLike) -> Any:
+        """The state before the first step, for a vector of length ``n``."""
         return Forgotten()
 
     def limit(self, dtype: DTypeLike, size: int) -> float:
+        """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
         return math.inf
 
     def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
+        """What is made of a worker's gradients before they become vectors, such as clipping.
+
+        Args:
+          leaves: all gradients.
+          size: the number of workers.
+        """
         return leaves
 
     def accumulate(
         self, state: Any, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
     ) -> tuple[Pending, Any]:
+        """The vector to send, and the state.
+
+        Arrays of the state that the vector replaces may be None in it.
+
+        Args:
+          state: from ``init`` or from the step before.
+          layout: where the parts stand in the vector.
+          parts: this step's gradient.
+          keep: bool scalar: whether the step counts.
+          size: how many workers sum the vector.
+        """
         return Pending(None, parts, keep, layout), state
 
-    def retain(
-        self,
-        state: Any,
-        acc: jax.Array,
-        *,
-        sent: SparseVector | jax.Array,
-        delivered: SparseVector | jax.Array,
-        total: SparseVector | jax.Array,
-        mean: Quotient,
-        keep: jax.Array,
-        size: int,
-    ) -> tuple[Any, Quotient]:
+    def retain(self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int) -> tuple[Any, Quotient]:
+        """The state after a step, and what its update is made of.
+
+        Args:
+          state: from :meth:`accumulate`.
+          done: what the reducer made of the vector.
+          mean: the mean that is made of the sum.
+          keep, size: as in :meth:`accumulate`.
+        """
         return state, mean
 
-    def for_dense(self) -> "NoMemory":
+    def for_dense(self) -> "Memory":
+        """The memory of a vector that always goes densely and as it is."""
         return NoMemory()
 
-    def in_dense_phase(self, flush: bool) -> "NoMemory":
+    def in_dense_phase(self, flush: bool) -> "Memory":
+        """A memory with the same state for a phase that delivers everything.
+
+        Args:
+          flush: whether the phase delivers what was kept; otherwise it leaves that aside.
+        """
         return self
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftAside(NoMemory):
+class NoMemory(Memory):
+    """Keeps nothing: what is not delivered is lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftAside(Memory):
     """Leaves a residual as it is, neither adding to it nor delivering it."""
 
     def init(self, n: int, dtype: DTypeLike) -> Residual:
@@ -177,7 +125,7 @@ class LeftAside(NoMemory):
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorFeedback(NoMemory):
+class ErrorFeedback(Memory):
     """How a worker keeps what was not delivered: ``residual' = decay * (acc - subtracted)``.
 
     The default loses nothing and is what the papers do. ``error_feedback=True`` stands for it.
@@ -197,6 +145,8 @@ class ErrorFeedback(NoMemory):
     ... )
     """
 
+    feeds_back = True
+
     decay: float = 1.0
     subtract: Literal["local", "mean"] = "local"
 
@@ -208,10 +158,6 @@ class ErrorFeedback(NoMemory):
             )
         if self.subtract not in ("local", "mean"):
             raise ValueError(f'subtract is {self.subtract!r}; choose "local" or "mean"')
-
-    @property
-    def feeds_back(self) -> bool:
-        return True
 
     def init(self, n: int, dtype: DTypeLike) -> Residual:
         return Residual(jnp.zeros(n, dtype))
@@ -230,22 +176,12 @@ class ErrorFeedback(NoMemory):
         return Pending(residual, parts, keep, layout, self.limit(residual.dtype, size)), None
 
     def retain(
-        self,
-        state: Any,
-        acc: jax.Array,
-        *,
-        sent: SparseVector | jax.Array,
-        delivered: SparseVector | jax.Array,
-        total: SparseVector | jax.Array,
-        mean: Quotient,
-        keep: jax.Array,
-        size: int,
+        self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Residual, Quotient]:
-        if self.subtract == "mean":
-            delivered = Quotient(total, size).value()
-        residual = _subtract(acc, delivered)
+        subtracted = Quotient(done.total, size).value() if self.subtract == "mean" else done.delivered
+        residual = _subtract(done.acc, subtracted)
         if self.decay < 1:
-            residual = residual * jnp.where(keep, self.decay, 1).astype(acc.dtype)
+            residual = residual * jnp.where(keep, self.decay, 1).astype(residual.dtype)
         return Residual(residual), mean
 
     def in_dense_phase(self, flush: bool) -> Memory:

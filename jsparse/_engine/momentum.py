@@ -18,6 +18,7 @@ from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from .mean import Quotient
 from .memory import ErrorFeedback, Memory, largest_addend
+from .reducer import Reduced
 
 
 class Velocity(NamedTuple):
@@ -38,7 +39,7 @@ class Velocity(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentumCorrection:
+class MomentumCorrection(Memory):
     """Momentum before selection, as in :func:`jsparse.dgc`.
 
     Attributes:
@@ -92,26 +93,14 @@ class MomentumCorrection:
         return pending, Velocity(velocity, kept)
 
     def retain(
-        self,
-        state: Velocity,
-        acc: jax.Array,
-        *,
-        sent: SparseVector | jax.Array,
-        delivered: SparseVector | jax.Array,
-        total: SparseVector | jax.Array,
-        mean: Quotient,
-        keep: jax.Array,
-        size: int,
+        self, state: Velocity, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Velocity, Quotient]:
-        kept, mean = self.feedback.retain(
-            state.kept, acc, sent=sent, delivered=delivered, total=total, mean=mean, keep=keep, size=size
-        )
+        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
         velocity = state.velocity
-        # Where everything is sent, nothing is masked: that is momentum SGD, as in the authors'
-        # code.
-        sparsely = isinstance(sent, SparseVector) and sent.capacity < sent.n
-        if self.factor_masking and sparsely and isinstance(delivered, SparseVector):
-            velocity = velocity.at[delivered.indices.reshape(-1)].set(0, mode="drop")
+        # Where everything is sent, nothing is masked: that is momentum SGD, as in their code.
+        sparsely = isinstance(done.sent, SparseVector) and done.sent.capacity < done.sent.n
+        if self.factor_masking and sparsely and isinstance(done.delivered, SparseVector):
+            velocity = velocity.at[done.delivered.indices.reshape(-1)].set(0, mode="drop")
         return Velocity(velocity, kept), mean
 
     def for_dense(self) -> "MomentumCorrection":

@@ -16,14 +16,14 @@ from .agreement import agree, varying_over
 from .memory import NoMemory
 from .outcome import Outcome, begin, conclude, thresholds_of
 from .state import BucketState, SparseAllReduceState
-from .synchroniser import Composition, Means
+from .synchroniser import Composition, Means, Synchroniser
 from .transform import SparseAllReduce
 
 Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce
 
 
 @dataclasses.dataclass(frozen=True)
-class Phased:
+class Phased(Synchroniser):
     """The synchroniser of :func:`phases`.
 
     A vector has one memory for all phases. The states of its reducers are a tuple, one for each
@@ -56,10 +56,6 @@ class Phased:
     def memory(self) -> Any:
         return self.shared.memory
 
-    @property
-    def alike(self) -> bool:
-        return True
-
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 
@@ -70,11 +66,6 @@ class Phased:
             BucketState(bucket.memory, tuple(states[i].reducer for states in each)) for i, bucket in enumerate(own)
         ]
         return begin(self, tuple(carried), thresholds_of(self.space.buckets(jax.tree.leaves(params))))
-
-    def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
-        raise ValueError(
-            "the phases of a run have sums of different lengths, but sync needs one sparse vector: use tx.update"
-        )
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]

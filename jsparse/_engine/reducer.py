@@ -1,7 +1,7 @@
 """Reducers: how one vector is summed over the workers."""
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ class Reduced(NamedTuple):
     state: Any
 
 
-class Reducer(Protocol):
-    """Sums a vector over the workers: a frozen dataclass.
+class Reducer:
+    """Sums a vector over the workers: a frozen dataclass. Inherit from this class.
 
     Attributes:
       sparse: whether it leaves something of every vector behind, so that it wants a memory.
@@ -65,18 +65,13 @@ class Reducer(Protocol):
       staleness: by how many steps its sums are late.
     """
 
-    @property
-    def sparse(self) -> bool: ...
-
-    @property
-    def unbiased(self) -> bool: ...
-
-    @property
-    def staleness(self) -> int: ...
+    sparse = False
+    unbiased = False
+    staleness = 0
 
     def init(self, layout: Layout, size: int) -> Any:
         """The state for a vector of this layout among ``size`` workers: a NamedTuple of arrays."""
-        ...
+        raise NotImplementedError
 
     def __call__(
         self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array
@@ -91,7 +86,7 @@ class Reducer(Protocol):
           step: int32 scalar, alike on all workers.
           keep: bool scalar. Where it is false on any worker, this worker delivers nothing.
         """
-        ...
+        raise NotImplementedError
 
 
 class SelectingState(NamedTuple):
@@ -107,7 +102,7 @@ class SelectingState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selecting:
+class Selecting(Reducer):
     """A selector, an all-reduce of what it selects, and a wire format.
 
     Attributes:
@@ -116,13 +111,11 @@ class Selecting:
       wire: how they are laid out in messages.
     """
 
+    sparse = True
+
     select: Selector
     allreduce: AllReduce
     wire: Wire = Full()
-
-    @property
-    def sparse(self) -> bool:
-        return True
 
     @property
     def unbiased(self) -> bool:
@@ -155,7 +148,7 @@ class Selecting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class Whole(Reducer):
     """An all-reduce of dense vectors.
 
     Attributes:
@@ -163,10 +156,6 @@ class Whole:
     """
 
     allreduce: AllReduce
-
-    @property
-    def sparse(self) -> bool:
-        return False
 
     @property
     def unbiased(self) -> bool:

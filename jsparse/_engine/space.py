@@ -6,7 +6,6 @@ A worker's memory, its selection and its messages all live in the coordinates of
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +19,30 @@ from .._vector.sparse_vector import SparseVector
 from ..wire import Full
 
 
-class Space(Protocol):
+class Space:
     """Where leaves become vectors, and back: a frozen dataclass.
+
+    Inherit from this class. By default a vector is a bucket's leaves one after another.
 
     Attributes:
       comms: the networks that entering and leaving use, beside the reducer's.
       agree_over: further networks over which workers agree whether a gradient is finite.
     """
 
-    @property
-    def comms(self) -> tuple[Comm, ...]: ...
-
-    @property
-    def agree_over(self) -> tuple[Comm, ...]: ...
+    comms = ()
+    agree_over = ()
 
     def over(self, *comms: Comm) -> "Space":
         """The same space over other networks, as many as ``comms``."""
-        ...
+        return self
 
     def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
         """Which leaves travel together. Leaves may be arrays, or their shapes and types."""
-        ...
+        raise NotImplementedError
 
     def layout(self, bucket: Bucket) -> Layout:
         """Where the parts that :meth:`enter` returns stand in the bucket's vector."""
-        ...
+        return bucket.layout
 
     def enter(
         self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
@@ -58,18 +56,18 @@ class Space(Protocol):
           keep: bool scalar: whether they count; where not, they may be left as they are.
           limit: magnitudes that are summed here are clipped to this.
         """
-        ...
+        return leaves
 
     def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
         """A sum of vectors in the order of the bucket's leaves.
 
         It is linear, and it may communicate.
         """
-        ...
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
-class Flat:
+class Flat(Space):
     """The leaves one after another: the space of most methods.
 
     Attributes:
@@ -90,30 +88,8 @@ class Flat:
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it is a number of bytes, at least 1, or None")
 
-    @property
-    def comms(self) -> tuple[Comm, ...]:
-        return ()
-
-    @property
-    def agree_over(self) -> tuple[Comm, ...]:
-        return ()
-
-    def over(self, *comms: Comm) -> "Flat":
-        return self
-
     def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
-        return divide(leaves, **dataclasses.asdict(self))
-
-    def layout(self, bucket: Bucket) -> Layout:
-        return bucket.layout
-
-    def enter(
-        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
-    ) -> Sequence[jax.Array]:
-        return leaves
-
-    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
-        return total
+        return divide(leaves, scope=self.scope, dense_below=self.dense_below, bucket_bytes=self.bucket_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +112,6 @@ class Shards(Flat):
 
     def over(self, *comms: Comm) -> "Shards":
         return dataclasses.replace(self, intra=comms[0])
-
-    def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
-        return Flat(self.scope, self.dense_below, self.bucket_bytes).buckets(leaves)
 
     def layout(self, bucket: Bucket) -> Layout:
         width = -(-bucket.layout.n // self.intra.size)

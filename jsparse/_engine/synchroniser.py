@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from .space import Flat, Space
 from .state import BucketState, SparseAllReduceState
 
 
-class Synchroniser(Protocol):
-    """Makes the mean of the workers' gradients: a frozen dataclass.
+class Synchroniser:
+    """Makes the mean of the workers' gradients: a frozen dataclass. Inherit from this class.
 
     Attributes:
       levels: the networks that a worker is in.
@@ -36,26 +36,24 @@ class Synchroniser(Protocol):
       alike: whether all workers get the same update.
     """
 
-    @property
-    def levels(self) -> tuple[Comm, ...]: ...
+    agree_over = ()
+    alike = True
 
     @property
-    def agree_over(self) -> tuple[Comm, ...]: ...
-
-    @property
-    def alike(self) -> bool: ...
+    def levels(self) -> tuple[Comm, ...]:
+        raise NotImplementedError
 
     def over(self, *comms: Comm) -> "Synchroniser":
         """The same over other networks, as many as ``levels``."""
-        ...
+        raise NotImplementedError
 
     def init(self, params: Any) -> SparseAllReduceState:
         """The state before the first step."""
-        ...
+        raise NotImplementedError
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """The mean, in the shapes and types of the gradients, and the state after the step."""
-        ...
+        raise NotImplementedError
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple["Means", SparseAllReduceState]:
         """The mean of each vector, before it is laid out in leaves.
@@ -63,7 +61,7 @@ class Synchroniser(Protocol):
         Raises:
           ValueError: this synchroniser has no such vectors.
         """
-        ...
+        raise ValueError(f"sync needs the mean as one sparse vector, and {type(self).__name__} has none: use tx.update")
 
 
 class Means(NamedTuple):
@@ -103,7 +101,7 @@ class Means(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Composition:
+class Composition(Synchroniser):
     """A synchroniser of four choices: reducer, memory, space and mean.
 
     Attributes:
@@ -141,10 +139,6 @@ class Composition:
     @property
     def agree_over(self) -> tuple[Comm, ...]:
         return self.space.agree_over
-
-    @property
-    def alike(self) -> bool:
-        return True
 
     def over(self, *comms: Comm) -> "Composition":
         return dataclasses.replace(self, comm=comms[0], space=self.space.over(*comms[1:]))
@@ -258,16 +252,7 @@ class Composition:
             parts = self.space.enter(inner, bucket, bucket.take(leaves), keep, limit)
             pending, kept = memory.accumulate(before.memory, layout, parts, keep, comm.size)
             done = reducer(comm, pending, before.reducer, layout=layout, step=step, keep=keep)
-            kept, quotient = memory.retain(
-                kept,
-                done.acc,
-                sent=done.sent,
-                delivered=done.delivered,
-                total=done.total,
-                mean=self.mean(done.total, workers),
-                keep=keep,
-                size=comm.size,
-            )
+            kept, quotient = memory.retain(kept, done, self.mean(done.total, workers), keep, comm.size)
             total = self.space.leave(inner, bucket, quotient.total)
             quotients[i], counts[i] = quotient._replace(total=total), done.counts
             after[i] = BucketState(kept, done.state)

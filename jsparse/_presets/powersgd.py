@@ -13,7 +13,7 @@ from jax import lax
 
 from .._comm.comm import Comm, CommLike, as_comm
 from .._engine.memory import ErrorFeedback, largest_addend
-from .._engine.reducer import Counts, Reduced, count
+from .._engine.reducer import Counts, Reduced, Reducer, count
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.layout import Layout
@@ -49,7 +49,7 @@ class LowRankState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRank:
+class LowRank(Reducer):
     """The reducer of :func:`powersgd`: it sums matrices by two factors, and all else densely.
 
     It must see the leaves' shapes, so it takes whole vectors: under :class:`Shards` all that is
@@ -71,18 +71,6 @@ class LowRank:
                 f"min_rate is {self.min_rate}; it is how many times smaller the factors must be than the matrix, at "
                 "least 0: 0 compresses every matrix"
             )
-
-    @property
-    def sparse(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def staleness(self) -> int:
-        return 0
 
     def init(self, layout: Layout, size: int) -> LowRankState:
         if all(len(shape) < 2 for shape in layout.shapes):

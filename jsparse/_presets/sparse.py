@@ -19,12 +19,7 @@ from ..select import DgcThreshold, GaussianThreshold, MSTopK
 from .general import Options, of_density
 
 
-def topk_allgather(
-    comm: CommLike,
-    *,
-    density: float | None = None,
-    **options: Unpack[Options],
-) -> SparseAllReduce:
+def topk_allgather(comm: CommLike, *, density: float | None = None, **options: Unpack[Options]) -> SparseAllReduce:
     """TopkA: gathers every worker's top-k on all workers.
 
     Args:
@@ -46,12 +41,7 @@ def topk_allgather(
     return of_density(comm, density, TopkAllGather(), options)
 
 
-def gaussiank(
-    comm: CommLike,
-    *,
-    density: float | None = None,
-    **options: Unpack[Options],
-) -> SparseAllReduce:
+def gaussiank(comm: CommLike, *, density: float | None = None, **options: Unpack[Options]) -> SparseAllReduce:
     """Gaussian-k: selects the tails of a fitted normal distribution, and gathers them.
 
     Args:
@@ -137,12 +127,7 @@ def gtopk(
     return of_density(comm, density, GTopk(topology, put_back), options)
 
 
-def topk_dsa(
-    comm: CommLike,
-    *,
-    density: float | None = None,
-    **options: Unpack[Options],
-) -> SparseAllReduce:
+def topk_dsa(comm: CommLike, *, density: float | None = None, **options: Unpack[Options]) -> SparseAllReduce:
     """TopkDSA: SparCML's dynamic sparse all-reduce of the workers' top-k.
 
     It reduces by regions, and its messages stay sparse until the result fills in. This is the
@@ -171,10 +156,7 @@ def topk_dsa(
 
 
 def ssar_recursive_doubling(
-    comm: CommLike,
-    *,
-    density: float | None = None,
-    **options: Unpack[Options],
+    comm: CommLike, *, density: float | None = None, **options: Unpack[Options]
 ) -> SparseAllReduce:
     """SSAR_Rec_Dbl: every worker's top-k, merged in pairs in log P rounds.
 
@@ -200,10 +182,7 @@ def ssar_recursive_doubling(
 
 
 def ssar_split_allgather(
-    comm: CommLike,
-    *,
-    density: float | None = None,
-    **options: Unpack[Options],
+    comm: CommLike, *, density: float | None = None, **options: Unpack[Options]
 ) -> SparseAllReduce:
     """SSAR_Split_AllGather: every worker's top-k, reduced by regions, then gathered.
 
