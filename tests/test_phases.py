@@ -194,3 +194,51 @@ def test_in_a_training_step(checked: bool, levels: bool):
     state, _ = step(state, (x * np.nan, y))
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
     assert step._run._cache_size() == 1
+
+
+def quantized(**kwargs) -> jsparse.SparseAllReduce:
+    return jsparse.quantized(AXIS, quantize=jsparse.quantize.Sign(64), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "sparse",
+    [topk(density=0.1, scope="leaf"), topk(density=0.1, dense_below=10), jsparse.dgc(AXIS, density=0.1)],
+    ids=["leaf", "dense_below", "dgc"],
+)
+def test_a_dense_phase_takes_over_what_the_sparse_ones_keep(sparse: jsparse.SparseAllReduce):
+    """Also one that would keep a residual of its own; nothing is lost at the boundary."""
+    tx = in_phases(sparse, quantized())
+    dense = tx.synchroniser.stages[1]
+    assert dense.space == sparse.synchroniser.space
+    state = jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS)(jnp.arange(SIZE))
+    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    for gradient in scenarios.take("ordinary", SIZE, 2 * STEPS):
+        before, (updates, state) = state, step(transports.tree(gradient), state)
+        assert np.isfinite(transports.flat(updates, SIZE)).all()
+        # The sparse phase leaves most of it behind; the dense one leaves what signs round away.
+        changed = np.asarray(state.buckets[0].residual) != np.asarray(before.buckets[0].residual)
+        assert changed.any()
+
+
+def test_a_quantized_phase_leaves_the_residual_aside():
+    tx = jsparse.phases(((2, topk(density=0.1)), (2, quantized()), topk(density=0.1)), flush=False)
+    state = jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS)(jnp.arange(SIZE))
+    step = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    kept = []
+    for gradient in scenarios.take("ordinary", SIZE, 5):
+        _, state = step(transports.tree(gradient), state)
+        kept.append(np.asarray(state.buckets[0].residual))
+    np.testing.assert_array_equal(kept[1], kept[2])
+    np.testing.assert_array_equal(kept[1], kept[3])
+    assert not np.array_equal(kept[3], kept[4])
+    with pytest.raises(ValueError, match="never be delivered"):
+        jsparse.phases(((2, topk(density=0.1)), quantized()), flush=False)
+
+
+def test_phases_of_leaves_without_elements():
+    tx = in_phases(topk(density=0.1), dense())
+    grads = {"a": jnp.zeros((SIZE, 3, 0))}
+    state = jax.vmap(tx.init, axis_name=AXIS)(grads)
+    updates, state = jax.vmap(tx.update, axis_name=AXIS)(grads, state)
+    assert updates["a"].shape == (SIZE, 3, 0)
+    assert (state.step == 1).all()

@@ -14,7 +14,7 @@ from kernels_pallas import varying_as
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.layout import Layout
-from .agreement import check_floats, check_local, varying_over
+from .agreement import check, check_floats, varying_over
 from .outcome import begin, finish_report, report_of
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
@@ -51,9 +51,8 @@ class TwoMeans(Synchroniser):
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
-        check_floats(grads)
         comm = Metered(self.comm)
-        check_local([comm], grads)
+        check([comm], grads, state, tuple)
         leaves, treedef = jax.tree.flatten(grads)
         layout, groups, bad = Layout.of(leaves), self._groups(leaves), jnp.array(False)
         if groups:

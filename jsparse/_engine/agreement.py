@@ -1,7 +1,7 @@
 """What workers agree on before and after a step, and what they refuse."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
+from .state import SparseAllReduceState
 
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -31,7 +32,7 @@ def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:
 def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
     """Whether any element is infinite or NaN: bool scalar."""
     wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
-    return jnp.max(jnp.stack(wrong)) > 0
+    return jnp.max(jnp.stack(wrong)) > 0 if wrong else jnp.array(False)
 
 
 def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
@@ -59,3 +60,30 @@ def check_local(levels: Sequence[Comm], grads: Any) -> None:
                 "Compute it with jsparse.local_value_and_grad(loss_fn, axis), which leaves it local, and neither psum "
                 "nor pmean it. Where the all-reduce is over two axes, pass both wherever an axis is asked for"
             )
+
+
+def check(levels: Sequence[Comm], grads: Any, state: Any, first: Callable[[], Any]) -> None:
+    """Refuses gradients that are already summed, and a state that is not for them.
+
+    Args:
+      levels: the networks.
+      grads: the gradients.
+      state: what is given as the state of a synchronisation.
+      first: makes the states of the buckets that these gradients have before the first step.
+    """
+    check_floats(grads)
+    check_local(levels, grads)
+    fix = (
+        "initialise the state by the same transformation, with parameters of the gradients' shapes and types, for as "
+        "many workers as there are here"
+    )
+    if not isinstance(state, SparseAllReduceState):
+        raise ValueError(f"the state is of type {type(state).__name__}, and that of another transformation: {fix}")
+    had, have = (
+        [(jax.tree_util.keystr(path), x.shape, x.dtype.name) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (state.buckets, jax.eval_shape(first))
+    )
+    if had != have:
+        ours = next((leaf for leaf in have if leaf not in had), None)
+        theirs = next((leaf for leaf in had if leaf not in have), None)
+        raise ValueError(f"the state's buckets have {theirs}, the gradients make {ours}: {fix}")

@@ -84,17 +84,18 @@ def conclude(
     return varying_over(comms, SparseAllReduceState(step, state.sizes, tuple(buckets), report))
 
 
-def thresholds_of(buckets: Sequence[Bucket]) -> tuple[jax.Array, ...]:
-    """The thresholds before the first step: one for each bucket that may be selected from."""
-    return tuple(jnp.zeros(1, bucket.layout.dtype) for bucket in buckets if not bucket.dense)
+def thresholds_of(buckets: Sequence[Bucket], selects: Sequence[bool]) -> tuple[jax.Array, ...]:
+    """The thresholds before the first step: one for each bucket that is selected from."""
+    pairs = zip(buckets, selects, strict=True)
+    return tuple(jnp.zeros(1, bucket.layout.dtype) for bucket, told in pairs if told)
 
 
-def report_of(counts: Sequence[Counts], dense: Sequence[bool], updated: jax.Array) -> Report:
+def report_of(counts: Sequence[Counts], selects: Sequence[bool], updated: jax.Array) -> Report:
     """The report of a step, without what was sent.
 
     Args:
       counts: what the buckets' reducers told.
-      dense: which buckets always go densely, and have no thresholds.
+      selects: which buckets have thresholds.
       updated: int32 scalar: elements of the update.
     """
 
@@ -102,7 +103,7 @@ def report_of(counts: Sequence[Counts], dense: Sequence[bool], updated: jax.Arra
         return jnp.asarray(sum((getattr(told, name) for told in counts), jnp.int32(0)))[None]
 
     def each(name):
-        return tuple(getattr(told, name)[None] for told, alone in zip(counts, dense, strict=True) if not alone)
+        return tuple(getattr(told, name)[None] for told, has in zip(counts, selects, strict=True) if has)
 
     none = jnp.zeros(1, jnp.uint32)
     return Report(

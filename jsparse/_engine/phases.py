@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
+from .._vector.buckets import Bucket
 from .._vector.density import check_steps
-from .agreement import agree, varying_over
+from .agreement import agree, check, check_floats, varying_over
 from .memory import NoMemory
 from .outcome import Outcome, begin, conclude, thresholds_of
 from .state import BucketState, SparseAllReduceState
@@ -59,19 +60,26 @@ class Phased(Synchroniser):
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 
+    def first(self, buckets: Sequence[Bucket]) -> tuple[BucketState, ...]:
+        """The buckets' states before the first step: one memory, and every phase's reducer."""
+        each = [stage.first(buckets) for stage in self.stages]
+        return tuple(
+            BucketState(bucket.memory, tuple(states[i].reducer for states in each))
+            for i, bucket in enumerate(self.shared.first(buckets))
+        )
+
     def init(self, params: Any) -> SparseAllReduceState:
-        each = [stage.init(params).buckets for stage in self.stages]
-        own = self.shared.init(params).buckets
-        carried = [
-            BucketState(bucket.memory, tuple(states[i].reducer for states in each)) for i, bucket in enumerate(own)
-        ]
-        return begin(self, tuple(carried), thresholds_of(self.space.buckets(jax.tree.leaves(params))))
+        check_floats(params)
+        buckets = self.space.buckets(jax.tree.leaves(params))
+        return begin(self, self.first(buckets), thresholds_of(buckets, self.shared.selects(buckets)))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]
         further = [Metered(comm) for comm in self.agree_over]
         leaves, treedef = jax.tree.flatten(grads)
-        buckets = self.shared.check(levels, grads, state)
+        buckets = self.space.buckets(leaves)
+        check(levels, grads, state, functools.partial(self.first, buckets))
+        told = self.shared.selects(buckets)
         given = self.shared.prepare(levels, grads)
         step, bad = agree([*levels, *further], state.step[0], given)
 
@@ -79,7 +87,7 @@ class Phased(Synchroniser):
             stage, inside = self.stages[number], [Metered(comm) for comm in self.levels]
             before = [BucketState(bucket.memory, bucket.reducer[number]) for bucket in state.buckets]
             outcome = stage.synchronise(
-                inside, buckets, given, before, [bad] * len(buckets), step - self.starts[number]
+                inside, buckets, given, before, [bad] * len(buckets), step - self.starts[number], told
             )
             means = Means(buckets, outcome.quotients, bad).leaves(leaves)
             after = [
@@ -183,7 +191,13 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
     def keeps(stage: Composition) -> bool:
         return stage.reducer.sparse or stage.memory != NoMemory()
 
-    shared = next((stage for stage in stages if keeps(stage)), stages[0])
+    sparse = next((stage for stage in stages if stage.reducer.sparse), None)
+    shared = sparse or next((stage for stage in stages if keeps(stage)), stages[0])
+
+    def takes_over(stage: Composition) -> bool:
+        """Whether it takes space and memory over from the others: dense, beside a sparse one."""
+        return not stage.reducer.sparse if sparse else not keeps(stage)
+
     fitted = []
     for number, stage in enumerate(stages):
         where = f"phase {number} does not fit the others"
@@ -196,7 +210,7 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
             raise ValueError(f"{where}: bucket_bytes cuts the vector, but they have one residual for it; leave it out")
         if stage.reducer.staleness:
             raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
-        if keeps(stage):
+        if not takes_over(stage):
             for name, ours, theirs in (*_differing(stage, shared, "space"), *_differing(stage, shared, "memory")):
                 raise ValueError(
                     f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
@@ -205,7 +219,7 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
         else:
             memory = shared.memory.in_dense_phase(flush)
             fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))
-    if not flush and shared.memory.feeds_back and not keeps(stages[-1]):
+    if not flush and shared.memory.feeds_back and takes_over(stages[-1]):
         raise ValueError(
             "the last phase is dense, and flush is False, so the residual would never be delivered; leave flush out"
         )

@@ -18,7 +18,7 @@ from .._comm.metered import Metered
 from .._vector.buckets import Bucket
 from .._vector.sparse_vector import SparseVector
 from ..allreduce import Dense
-from .agreement import agree, check_floats, check_local, not_finite, pmax_over
+from .agreement import agree, check, check_floats, not_finite, pmax_over
 from .mean import Mean, Quotient, over_workers
 from .memory import Memory, NoMemory
 from .outcome import Outcome, begin, conclude, report_of, thresholds_of
@@ -149,15 +149,23 @@ class Composition(Synchroniser):
             return Whole(Dense()), self.memory.for_dense()
         return self.reducer, self.memory
 
-    def init(self, params: Any) -> SparseAllReduceState:
-        check_floats(params)
-        buckets = self.space.buckets(jax.tree.leaves(params))
+    def first(self, buckets: Sequence[Bucket]) -> tuple[BucketState, ...]:
+        """The buckets' states before the first step."""
         states = []
         for bucket in buckets:
             reducer, memory = self.parts(bucket)
             layout = self.space.layout(bucket)
             states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
-        return begin(self, tuple(states), thresholds_of(buckets))
+        return tuple(states)
+
+    def selects(self, buckets: Sequence[Bucket]) -> list[bool]:
+        """Which buckets are selected from, and so have thresholds to report."""
+        return [self.reducer.sparse and not bucket.dense for bucket in buckets]
+
+    def init(self, params: Any) -> SparseAllReduceState:
+        check_floats(params)
+        buckets = self.space.buckets(jax.tree.leaves(params))
+        return begin(self, self.first(buckets), thresholds_of(buckets, self.selects(buckets)))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
@@ -167,7 +175,8 @@ class Composition(Synchroniser):
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]
         further = [Metered(comm) for comm in self.agree_over]
-        buckets = self.check(levels, grads, state)
+        buckets = self.space.buckets(jax.tree.leaves(grads))
+        check(levels, grads, state, functools.partial(self.first, buckets))
         leaves = self.prepare(levels, grads)
 
         step, bad = state.step[0], jnp.array(False)
@@ -182,32 +191,15 @@ class Composition(Synchroniser):
             step = pmax_over([*levels, *further], step)
             left_out = [not_finite(bucket.take(leaves)) for bucket in buckets]
 
-        outcome = self.synchronise(levels, buckets, leaves, state.buckets, left_out, step)
+        told = self.selects(buckets)
+        outcome = self.synchronise(levels, buckets, leaves, state.buckets, left_out, step, told)
         if stateful > 1:
             # Only after the agreed step: XLA would merge both exchanges, and wait for the last
             # gradient.
-            told = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
-            bad = pmax_over([*levels, *further], told) > 0
+            wrong = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
+            bad = pmax_over([*levels, *further], wrong) > 0
         state = conclude(self, [*levels, *further], state, outcome, bad, step, undo=stateful > 1)
         return Means(buckets, outcome.quotients, bad), state
-
-    def check(self, levels: Sequence[Comm], grads: Any, state: SparseAllReduceState) -> list[Bucket]:
-        """The buckets. Gradients that are already summed, or do not fit the state, are refused."""
-        check_floats(grads)
-        check_local(levels, grads)
-        buckets = self.space.buckets(jax.tree.leaves(grads))
-        had = [[(x.shape, x.dtype) for x in jax.tree.leaves(bucket.memory)] for bucket in state.buckets]
-        have = []
-        for bucket in buckets:
-            layout = self.space.layout(bucket)
-            memory = jax.eval_shape(functools.partial(self.parts(bucket)[1].init, layout.n, layout.dtype))
-            have.append([(x.shape, x.dtype) for x in jax.tree.leaves(memory)])
-        if had != have:
-            raise ValueError(
-                f"the state has, for each bucket, arrays of {had}, the gradients make {have}: initialise the state "
-                "with parameters of the gradients' shapes and types, for as many workers as there are here"
-            )
-        return buckets
 
     def prepare(self, levels: Sequence[Comm], grads: Any) -> Sequence[jax.Array]:
         """A worker's gradients as they enter the space."""
@@ -221,6 +213,7 @@ class Composition(Synchroniser):
         states: Sequence[BucketState],
         left_out: Sequence[jax.Array],
         step: jax.Array,
+        selects: Sequence[bool],
     ) -> Outcome:
         """Accumulates, sums and retains every vector.
 
@@ -233,6 +226,7 @@ class Composition(Synchroniser):
           states: of the buckets.
           left_out: bool scalars, one for each bucket.
           step: int32 scalar, alike on all workers.
+          selects: which buckets have thresholds to report.
         """
         comm, *inner = levels
         workers = math.prod(level.size for level in levels)
@@ -258,5 +252,5 @@ class Composition(Synchroniser):
             after[i] = BucketState(kept, done.state)
             updated += count_filled(total) if reducer.sparse else count(total)
         order = range(len(buckets))
-        report = report_of([counts[i] for i in order], [bucket.dense for bucket in buckets], updated)
+        report = report_of([counts[i] for i in order], selects, updated)
         return Outcome([quotients[i] for i in order], [after[i] for i in order], report)

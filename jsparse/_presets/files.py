@@ -112,10 +112,16 @@ def build(content: Any, comm: Any) -> SparseAllReduce:
 
 def describe(preset: str, **options: Any) -> dict[str, Any]:
     """The content of a file for a preset and its options."""
+    parameters = inspect.signature(presets()[preset]).parameters
     return {
         "jsparse": VERSION,
         "preset": preset,
-        "options": {name: _plain(option) for name, option in options.items() if option is not None},
+        "options": {
+            name: _plain(option)
+            for name, option in options.items()
+            # None is left out where it is the default.
+            if option is not None or (name in parameters and parameters[name].default is not None)
+        },
     }
 
 

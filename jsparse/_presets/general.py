@@ -1,5 +1,6 @@
 """The general form of a sparse all-reduce, and the options that all sparse presets share."""
 
+import difflib
 from collections.abc import Callable
 from typing import Literal, TypedDict
 
@@ -15,6 +16,7 @@ from ..allreduce import AllReduce
 from ..select import Selector, TopK
 from ..wire import Full, Wire
 
+EXAMPLES = {"select": "select.TopK(0.01)", "allreduce": "allreduce.OkTopk()", "wire": "wire.Compact()"}
 MEANS = {"workers": over_workers, "contributors": over_contributors}
 
 
@@ -84,8 +86,8 @@ def sparse_allreduce(
           optax.adam(1e-3),
       )
     """
-    _check_selector(select, allreduce)
-    if mean not in MEANS:
+    _check_parts(select, allreduce, wire)
+    if mean not in tuple(MEANS):
         raise ValueError(f'mean is {mean!r}; choose "workers" or "contributors"')
     reducer: Reducer = Whole(allreduce) if select is None else Selecting(select, allreduce, wire)
     synchroniser = Composition(as_comm(comm), reducer, memory_of(error_feedback), Flat(scope, dense_below), MEANS[mean])
@@ -118,25 +120,34 @@ def of_density(
     """
     for name in options:
         if name not in Options.__annotations__:
-            known = ", ".join(Options.__annotations__)
-            raise TypeError(f"{name!r} is no option of this preset; beside its own arguments it takes {known}")
+            known = [*Options.__annotations__, "density"]
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f", perhaps {near[0]!r} is meant" if near else ""
+            raise TypeError(f"{name!r} is no option of this preset{meant}: beside its own it takes {', '.join(known)}")
     select = options.get("select")
     if select is None:
         if density is None:
             raise ValueError("density is missing; pass density=0.01, or a selector, which has its own")
         select = default(density)
-    elif density is not None and density != select.density:
+    elif isinstance(select, Selector) and density is not None and density != select.density:
         raise ValueError(
             f"density is {density}, and that of select={select} is {select.density}: give it once, to the selector"
         )
-    _check_selector(select, allreduce)
+    _check_parts(select, allreduce, options.get("wire", Full()))
     flat = Flat(options.get("scope", "global"), options.get("dense_below", 0))
     kept = memory_of(options.get("error_feedback", True))
     reducer = Selecting(select, allreduce, options.get("wire", Full()))
     return SparseAllReduce.of(Composition(as_comm(comm), reducer, memory(kept), space(flat)))
 
 
-def _check_selector(select: Selector | None, allreduce: AllReduce) -> None:
+def _check_parts(select: Selector | None, allreduce: AllReduce, wire: Wire) -> None:
+    parts = {"select": (select, Selector), "allreduce": (allreduce, AllReduce), "wire": (wire, Wire)}
+    for name, (part, kind) in parts.items():
+        if (part is not None and not isinstance(part, kind)) or (part is None and name != "select"):
+            raise ValueError(
+                f"{name} is {part!r}; it is an object of a class that inherits from jsparse's {kind.__name__}, such as "
+                f"{EXAMPLES[name]}"
+            )
     if allreduce.sparse and select is None:
         raise ValueError(f"{allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
     if select is not None and not allreduce.sparse:

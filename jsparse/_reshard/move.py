@@ -68,7 +68,7 @@ class Move:
                     return now.moved(old, once, self)
                 return self.of_each(now, old) if of_each else self.alike(now, old)
             except ValueError as error:
-                raise ValueError(f"the state's {jax.tree_util.keystr(path)}: {error}") from error
+                raise ValueError(f"the state{jax.tree_util.keystr(path)}: {error}") from error
 
         return jax.tree_util.tree_map_with_path(
             part, now, old, once, is_leaf=lambda node: isinstance(node, WorkerState)

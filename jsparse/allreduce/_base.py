@@ -68,7 +68,7 @@ class AllReduce:
           is this worker's share of it: the shares of all workers add up to ``total``. So
           ``x - delivered`` still has to be sent. The indices of ``delivered`` may have any order.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.allreduce.AllReduce")
 
     def report(self, state: Any) -> ReduceReport:
         """The report of the call that returned ``state``."""

@@ -31,7 +31,7 @@ class Selector:
         A NamedTuple of arrays, each with one axis. It has at least the fields of
         :class:`SelectorState`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.select.Selector")
 
     def __call__(self, acc: jax.Array, state: Any, step: jax.Array, rank: jax.Array) -> tuple[SparseVector, Any]:
         """Selects.
@@ -45,7 +45,7 @@ class Selector:
         Returns:
           The selected elements, as one run, and the new state.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.select.Selector")
 
     def accumulate_and_select(
         self, pending: Pending, state: Any, step: jax.Array, rank: jax.Array

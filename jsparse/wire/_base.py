@@ -1,7 +1,6 @@
 """What wire formats have in common."""
 
 import dataclasses
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jax.typing import DTypeLike
 from .._vector.sparse_vector import SparseVector
 
 
-class Wire(Protocol):
+class Wire:
     """A layout of sparse vectors in messages: a frozen dataclass.
 
     A message is one buffer of 32-bit integers. So values and indices travel together, in as many
@@ -24,10 +23,12 @@ class Wire(Protocol):
     """
 
     @property
-    def lossless(self) -> bool: ...
+    def lossless(self) -> bool:
+        return False
 
     @property
-    def elementwise(self) -> bool: ...
+    def elementwise(self) -> bool:
+        return False
 
     @property
     def unbiased(self) -> bool:
@@ -45,19 +46,19 @@ class Wire(Protocol):
         Returns:
           Shape ``(..., words)``.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.wire.Wire")
 
     def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
         """Reads rows back, as vectors of length ``n`` with ``capacity`` values of ``dtype``."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.wire.Wire")
 
     def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
         """Reads the values alone: shape ``(..., capacity)``. Unused places may hold anything."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.wire.Wire")
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
         """The length of a row for ``capacity`` values of ``dtype`` in a vector of length ``n``."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.wire.Wire")
 
     def at(self, step: jax.Array) -> "Messages":
         """The messages of one step in this format."""
