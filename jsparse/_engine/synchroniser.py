@@ -61,7 +61,7 @@ class Synchroniser:
         Raises:
           ValueError: this synchroniser has no such vectors.
         """
-        raise ValueError(f"sync needs the mean as one sparse vector, and {type(self).__name__} has none: use tx.update")
+        raise ValueError("sync returns the mean as one sparse vector, and this transformation has none: use tx.update")
 
 
 class Means(NamedTuple):
