@@ -280,3 +280,41 @@ def test_apply_sparse_to_other_parameters():
     update = jsparse.SparseVector(jnp.ones(1), jnp.zeros(1, jnp.int32), 4)
     with pytest.raises(ValueError, match="3 elements, the update is for 4"):
         jsparse.apply_sparse({"w": jnp.ones(3)}, update)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "given_to"),
+    [
+        (topk(), jsparse.oktopk(AXIS, density=0.1)),
+        (jsparse.oktopk(AXIS, density=0.1), topk()),
+        (topk(), jsparse.phases(((1, topk()), topk()))),
+        (topk(), jsparse.a2sgd(AXIS)),
+        (jsparse.powersgd(AXIS, rank=2, min_rate=0), jsparse.powersgd(AXIS, rank=1, min_rate=0)),
+    ],
+    ids=["no regions", "regions", "no phases", "a2sgd", "another rank"],
+)
+def test_a_state_of_another_transformation(made_by, given_to):
+    grads = {"w": jnp.ones((2, 8, 8))}
+    state = jax.vmap(made_by.init, axis_name=AXIS)(grads)
+    with pytest.raises(ValueError, match="initialise the state by the same transformation"):
+        jax.vmap(given_to.update, axis_name=AXIS)(grads, state)
+
+
+def test_no_state_at_all():
+    with pytest.raises(ValueError, match="is of type dict"):
+        jax.vmap(lambda g: topk().update(g, {}), axis_name=AXIS)({"w": jnp.ones((2, 8))})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"wire": jsparse.wire.Full}, {"wire": None}, {"select": "topk"}, {"select": select.TopK}],
+    ids=str,
+)
+def test_parts_that_are_none(options):
+    with pytest.raises(ValueError, match="an object of a class that inherits from jsparse's"):
+        jsparse.oktopk(AXIS, density=0.1, **options)
+
+
+def test_an_option_that_is_misspelt():
+    with pytest.raises(TypeError, match="perhaps 'density' is meant"):
+        jsparse.oktopk(AXIS, densty=0.1)

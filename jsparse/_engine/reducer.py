@@ -59,7 +59,8 @@ class Reducer:
     """Sums a vector over the workers: a frozen dataclass. Inherit from this class.
 
     Attributes:
-      sparse: whether it leaves something of every vector behind, so that it wants a memory.
+      sparse: whether it selects elements. Then it has thresholds to report, its sum may fill in,
+        and dense phases beside it take its memory over.
       unbiased: whether it rounds at random, right in expectation. Error feedback would blow up
         then.
       staleness: by how many steps its sums are late.

@@ -1,6 +1,6 @@
 """Synchronisers: how the workers' gradients become their mean.
 
-Everything else knows a synchroniser by its protocol alone: the optax transformation, ``sync``,
+Everything else knows a synchroniser by its base class alone: the optax transformation, ``sync``,
 phases, the training step, the accounting of traffic.
 """
 

@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rich.console
-import rich.progress
-import rich.table
+
+try:
+    import rich.console
+    import rich.progress
+    import rich.table
+except ImportError as error:
+    raise SystemExit(f"the benchmark needs rich ({error}): pip install rich") from error
 
 from .._implementation import IMPLEMENTATIONS, sees_cuda
 from ..shapes import DENSITIES, MODELS, Shape
