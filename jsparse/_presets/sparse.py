@@ -69,9 +69,9 @@ def oktopk(
     *,
     density: float | None = None,
     tau_threshold: int = 32,
-    tau_region: int = 64,
+    tau_region: int | None = 1,
     split: Literal["all_to_all", "rotate"] = "all_to_all",
-    balance_above: float = 2.0,
+    put_back: Literal["senders", "owner"] = "senders",
     **options: Unpack[Options],
 ) -> SparseAllReduce:
     """Ok-Topk: nearly the k largest elements of the sum of the workers' top-k.
@@ -80,20 +80,21 @@ def oktopk(
       comm: a mesh axis name, a tuple of them, or a Comm.
       density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
         density of its own.
-      tau_threshold, tau_region, split, balance_above: as in :class:`jsparse.allreduce.OkTopk`.
+      tau_threshold, tau_region, split, put_back: as in :class:`jsparse.allreduce.OkTopk`, which
+        has more options.
       **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
         and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full
+    **Cost**: at most ``8k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full
     width.
 
     References:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
     """
-    return of_density(comm, density, OkTopk(tau_threshold, tau_region, split, balance_above), options)
+    return of_density(comm, density, OkTopk(tau_threshold, tau_region, split, put_back), options)
 
 
 def gtopk(
