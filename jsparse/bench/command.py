@@ -11,26 +11,6 @@ import rich.console
 import rich.progress
 
 
-class LazyParser(argparse.ArgumentParser):
-    """A parser that can add its arguments later, when it first parses.
-
-    Args:
-      add_arguments: a function that adds the arguments to the parser it is given. It may import
-        the modules that the command needs.
-      **options: those of ``argparse.ArgumentParser``.
-    """
-
-    def __init__(self, *, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
-        super().__init__(**options)
-        self._add_arguments = add_arguments
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        add_arguments, self._add_arguments = self._add_arguments, None
-        if add_arguments:
-            add_arguments(self)
-        return super().parse_known_args(args, namespace)
-
-
 def whole_number(text: str) -> int:
     """Reads a whole number, which may be written like 25e6."""
     if float(text) != int(float(text)):
