@@ -65,13 +65,17 @@ def progress_bar(*, disable: bool = False) -> rich.progress.Progress:
     return rich.progress.Progress(*columns, console=console, transient=True, disable=disable)
 
 
-def pyplot() -> Any:
-    """Returns ``matplotlib.pyplot``, set to draw to files only."""
+def subplots(*shape: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure that is drawn to a file, and its axes.
+
+    Args:
+      *shape: rows and columns of axes; nothing for a single one.
+      size: width and height, in inches.
+      **options: those of matplotlib's ``Figure.subplots``.
+    """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(*shape, **options)

@@ -32,7 +32,7 @@ import rich.console
 import rich.table
 
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, output, progress_bar, pyplot, whole_number
+from .command import add_output_options, output, progress_bar, subplots, whole_number
 from .forms import FORMS
 from .hosts import Network, bits_per_second
 from .job import Job
@@ -201,12 +201,9 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each form's time as a bar of its parts, and its floor; one panel for each rate."""
-    plt = pyplot()
     count = len(figures["rates"])
     names = list(dict.fromkeys(result["name"] for result in figures["forms"]))
-    figure, panels = plt.subplots(
-        1, count, figsize=(5 + 5 * count, 1.5 + 0.3 * len(names)), layout="constrained", squeeze=False
-    )
+    figure, panels = subplots(1, count, size=(5 + 5 * count, 1.5 + 0.3 * len(names)), squeeze=False)
     for rate, axes in zip(figures["rates"], panels[0], strict=True):
         here = {result["name"]: result for result in figures["forms"] if result["rate"] == rate}
         ordered = sorted(here.values(), key=lambda result: -result["median_ms"])
@@ -231,4 +228,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
         axes.set(xlim=(0, limit), xlabel="ms", title=f"{figures['hosts']} hosts at {rate}")
     panels[0][-1].legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=80)
-    plt.close(figure)

@@ -33,7 +33,7 @@ from .._share.sharded import sharded
 from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
-from .command import add_output_options, output, progress_bar, pyplot
+from .command import add_output_options, output, progress_bar, subplots
 
 AXIS = "workers"
 ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
@@ -267,8 +267,7 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the median times of each form, together and alone."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    figure, axes = subplots(1, 2, size=(9, 4), sharey=True)
     names = [f"{form['task']}, {form['name']}" for form in figures["forms"]]
     for kind, part in zip(("together", "alone"), axes, strict=True):
         part.bar_label(part.barh(names, [form[kind]["median_ms"] for form in figures["forms"]]), fmt="%.1f", padding=3)
@@ -277,4 +276,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     axes[0].invert_yaxis()
     figure.suptitle(f"{figures['parameters']:,} parameters, {figures['workers']} workers")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -19,7 +19,7 @@ import kernels_pallas
 
 from .. import select
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, output, progress_bar, pyplot
+from .command import add_output_options, output, progress_bar, subplots
 from .gradients import DISTRIBUTIONS, draw
 
 
@@ -227,12 +227,10 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws a bar of the median time for each form."""
-    plt = pyplot()
     ordered = sorted(figures["forms"], key=lambda form: form["median_ms"])
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = subplots(size=(9, 6))
     bars = axes.barh([form["name"] for form in ordered], [form["median_ms"] for form in ordered])
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.margins(x=0.12)
     axes.set(xscale="log", xlabel="median ms", title=f"n = {figures['size']:,}, k = {figures['k']:,}")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -27,7 +27,7 @@ import rich.console
 import rich.table
 
 from .._vector.density import check_density
-from .command import add_output_options, output, progress_bar, pyplot
+from .command import add_output_options, output, progress_bar, subplots
 from .forms import FORMS
 from .hosts import Network, bits_per_second
 from .reports import run_workers, slowest
@@ -206,10 +206,9 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws test accuracy by the clock (the loss where there is no target), and a step's parts."""
-    plt = pyplot()
     runs, rates = figures["runs"], figures["rates"]
     names = list(dict.fromkeys(run["name"] for run in runs))
-    plot, axes = plt.subplots(len(rates), 2, figsize=(11, 4 * len(rates)), layout="constrained", squeeze=False)
+    figure, axes = subplots(len(rates), 2, size=(11, 4 * len(rates)), squeeze=False)
     for (clock, bars), rate in zip(axes, rates, strict=True):
         here = [run for run in runs if run["rate"] == rate]
         for run in here:
@@ -234,5 +233,4 @@ def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
         bars.set(ylabel="ms a step", title=rate)
         bars.tick_params(axis="x", rotation=15)
         bars.legend()
-    plot.savefig(path, dpi=110)
-    plt.close(plot)
+    figure.savefig(path, dpi=110)

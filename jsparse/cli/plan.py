@@ -14,7 +14,7 @@ from .. import cost
 from .._comm.cost import Cost
 from .._presets.files import presets
 from .._vector.density import check_density, elements_kept
-from ..bench.command import add_output_options, output, pyplot, whole_number
+from ..bench.command import add_output_options, output, subplots, whole_number
 
 # On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
@@ -243,12 +243,11 @@ def verdict(figures: dict[str, Any]) -> str:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each algorithm's expected communication time against the number of workers."""
-    plt = pyplot()
     node = cost.Node(**figures["node"])
     powers = [2**i for i in range(MOST_WORKERS.bit_length())]
     sizes = [P for P in powers if 2 <= P < node.gpus] + [node.gpus * P for P in powers]
     sizes = [P for P in sizes if 2 <= P <= MOST_WORKERS]
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = subplots(size=(9, 6))
     compared = [name for name in names(node.gpus) if name not in cost.DIFFERING]
     for number, name in enumerate(compared):
         predictions = [
@@ -268,4 +267,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

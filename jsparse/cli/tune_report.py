@@ -7,7 +7,7 @@ import rich.console
 import rich.table
 
 from .. import cost
-from ..bench.command import pyplot
+from ..bench.command import subplots
 from .links import INSIDE
 from .plan import short
 
@@ -79,8 +79,7 @@ def verdict(figures: dict[str, Any]) -> str:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the network's samples with the fitted lines, and each algorithm's step time."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, (left, right) = subplots(1, 2, size=(12, 5))
     for name, samples in figures["samples"].items():
         link = figures["links"][name]
         for number, what in enumerate(dict.fromkeys(sample["what"] for sample in samples)):
@@ -102,4 +101,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     right.set(xlabel="ms a step", title=f"n = {figures['predicted']['parameters']:,}, density {figures['density']}")
     right.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
