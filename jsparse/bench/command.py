@@ -9,6 +9,7 @@ from typing import Any
 
 import rich.console
 import rich.progress
+import rich.table
 
 
 def whole_number(text: str) -> int:
@@ -63,6 +64,11 @@ def progress_bar(*, disable: bool = False) -> rich.progress.Progress:
     columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
     console = rich.console.Console(file=sys.stderr)
     return rich.progress.Progress(*columns, console=console, transient=True, disable=disable)
+
+
+def numbers(*names: str) -> list[rich.table.Column]:
+    """Columns of numbers for a table: on the right."""
+    return [rich.table.Column(name, justify="right") for name in names]
 
 
 def subplots(*shape: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:

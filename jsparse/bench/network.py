@@ -32,7 +32,7 @@ import rich.console
 import rich.table
 
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, output, progress_bar, subplots, whole_number
+from .command import add_output_options, numbers, output, progress_bar, subplots, whole_number
 from .forms import FORMS
 from .hosts import Network, bits_per_second
 from .job import Job
@@ -171,15 +171,14 @@ def show(figures: dict[str, Any]) -> None:
     """Prints a table for every rate."""
     for rate in figures["rates"]:
         table = rich.table.Table(
+            "form",
+            *numbers("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"),
             title=f"{figures['hosts']} hosts at {rate}, n = {figures['size']:,}, k = {figures['k']:,}; jax "
             f"{figures['jax']}" + (f", torch {figures['torch']}" if figures["torch"] else ""),
             caption="ms: median time of a synchronisation and of its parts. over dense: times as fast as dense. floor: "
             "ms that the bytes alone take. MB: sent by a host as its interface counts them, and as jsparse states "
             "them. memory: temporary memory over the gradient's own.",
         )
-        table.add_column("form")
-        for name in ("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"):
-            table.add_column(name, justify="right")
         for result in sorted(
             (result for result in figures["forms"] if result["rate"] == rate), key=lambda result: result["median_ms"]
         ):

@@ -33,7 +33,7 @@ from .._share.sharded import sharded
 from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
-from .command import add_output_options, output, progress_bar, subplots
+from .command import add_output_options, numbers, output, progress_bar, subplots
 
 AXIS = "workers"
 ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
@@ -239,15 +239,14 @@ def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> 
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
     table = rich.table.Table(
+        rich.table.Column("task", no_wrap=True),
+        rich.table.Column("form", no_wrap=True),
+        *numbers("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"),
         title=f"{figures['layers']} layers, {figures['parameters']:,} parameters, {figures['workers']} workers; "
         f"{figures['device']}, jax {figures['jax']}",
         caption="together: all workers at once on this machine. alone: worker 0 on one device, without a network. "
         "faster: times as fast as where every worker does all of it. words, messages, state: of one worker.",
     )
-    table.add_column("task", no_wrap=True)
-    table.add_column("form", no_wrap=True)
-    for name in ("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"):
-        table.add_column(name, justify="right")
     for form in figures["forms"]:
         together, alone = form["together"], form["alone"]
         table.add_row(

@@ -19,7 +19,7 @@ import kernels_pallas
 
 from .. import select
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, output, progress_bar, subplots
+from .command import add_output_options, numbers, output, progress_bar, subplots
 from .gradients import DISTRIBUTIONS, draw
 
 
@@ -197,15 +197,14 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
     table = rich.table.Table(
+        "form",
+        "selects",
+        *numbers("median ms", "min to max", "over top_k", "selected / k", "off k", "in top-k", "memory"),
         title=f"n = {figures['size']:,}, k = {figures['k']:,}, {figures['distribution']}; {figures['device']}, "
         f"jax {figures['jax']}",
         caption="over top_k: how many times as fast as lax.top_k. off k: mean deviation of the count from k, over k. "
         "in top-k: fraction of the k largest that it selected. memory: temporary memory over the vector's own.",
     )
-    table.add_column("form")
-    table.add_column("selects")
-    for name in ("median ms", "min to max", "over top_k", "selected / k", "off k", "in top-k", "memory"):
-        table.add_column(name, justify="right")
     for form in figures["forms"]:
         memory, selected, off, found = (
             form.get(key)

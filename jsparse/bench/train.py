@@ -27,7 +27,7 @@ import rich.console
 import rich.table
 
 from .._vector.density import check_density
-from .command import add_output_options, output, progress_bar, subplots
+from .command import add_output_options, numbers, output, progress_bar, subplots
 from .forms import FORMS
 from .hosts import Network, bits_per_second
 from .reports import run_workers, slowest
@@ -176,16 +176,14 @@ def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
     target, runs = figures["target"], figures["runs"]
     table = rich.table.Table(
+        "rate",
+        "form",
+        *numbers("steps", "accuracy", "seconds", "over dense", "ms", "over dense", *PARTS, "MB"),
         title=f"{figures['net']}: {runs[0]['parameters']:,} parameters, {figures['data']}, {figures['hosts']} hosts, "
         f"density {100 * figures['density']:g} %",
         caption="seconds: of training until the target. ms: median time of a step and of its parts. over dense: times "
         "as fast as dense. MB: sent by a host in a step, as its interface counts them.",
     )
-    table.add_column("rate")
-    table.add_column("form")
-    columns = ["steps", "accuracy", "seconds", "over dense", "ms", "over dense", *PARTS, "MB"]
-    for column in columns:
-        table.add_column(column, justify="right")
     for run in sorted(runs, key=lambda run: figures["rates"].index(run["rate"])):
         dense = next(other for other in runs if other["rate"] == run["rate"] and other["name"] == "dense")
         both = reached(run, target) and reached(dense, target)

@@ -12,8 +12,8 @@ process and no network stays behind. Needs Linux and root.
 """
 
 import argparse
-import contextlib
 import json
+import pathlib
 import sys
 import time
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import rich.console
 import rich.table
 
+from ..bench.command import numbers
 from ..bench.hosts import Network, run_everywhere
 
 
@@ -69,9 +70,8 @@ def run(args: argparse.Namespace) -> None:
             for status, counted in zip(statuses, counters, strict=True)
         ],
     }
-    with open(args.json, "w") if args.json else contextlib.nullcontext() as file:
-        if file:
-            json.dump(figures, file, indent=2)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
     show(figures)
     if any(statuses):
         sys.exit(1)
@@ -80,12 +80,12 @@ def run(args: argparse.Namespace) -> None:
 def show(figures: dict[str, Any]) -> None:
     """Prints the table to the standard error."""
     table = rich.table.Table(
-        title=f"{figures['seconds']:.2f} s at {figures['rate']}", caption="MB: as the hosts' interfaces count them"
+        "host",
+        "ended",
+        *numbers("MB sent", "MB received"),
+        title=f"{figures['seconds']:.2f} s at {figures['rate']}",
+        caption="MB: as the hosts' interfaces count them",
     )
-    table.add_column("host")
-    table.add_column("ended")
-    table.add_column("MB sent", justify="right")
-    table.add_column("MB received", justify="right")
     for rank, host in enumerate(figures["hosts"]):
         status = host["status"]
         ended = f"by signal {-status}" if status < 0 else f"with {status}"

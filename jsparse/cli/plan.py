@@ -14,7 +14,7 @@ from .. import cost
 from .._comm.cost import Cost
 from .._presets.files import presets
 from .._vector.density import check_density, elements_kept
-from ..bench.command import add_output_options, output, subplots, whole_number
+from ..bench.command import add_output_options, numbers, output, subplots, whole_number
 
 # On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
@@ -193,14 +193,13 @@ def show(figures: dict[str, Any]) -> None:
     node = figures["node"]
     nodes = f" in nodes of {node['gpus']}" if node["gpus"] > 1 else ""
     table = rich.table.Table(
+        "algorithm",
+        *numbers("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"),
         title=f"n = {figures['parameters']:,}, k = {figures['k']:,}, {figures['workers']} workers{nodes}",
         caption="ms: predicted time of communication, expected under uniform indices; step ms: of a whole step. MB: "
         "predicted for the busiest worker. jsparse MB: what a worker sends in this library, at least and at most. "
         f"Not compared, because its replicas differ: {', '.join(cost.DIFFERING)}.",
     )
-    table.add_column("algorithm")
-    for column in ("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"):
-        table.add_column(column, justify="right")
     for result in figures["algorithms"]:
         times, sends = result["communication_ms"], result["sends_bytes"]
         table.add_row(
