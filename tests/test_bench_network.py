@@ -17,7 +17,6 @@ from jsparse.bench import network, torch_worker
 from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
 from jsparse.bench.gradients import worker_gradients
-from jsparse.bench.hosts import Network
 from jsparse.bench.job import Job
 from jsparse.bench.network_worker import Selecting, synchroniser
 from jsparse.bench.reports import run_workers
@@ -59,8 +58,8 @@ def test_a_small_benchmark(tmp_path, capsys):
 
 @needs_network
 def test_an_error_of_a_worker_is_shown():
-    with Network(2, "1gbit") as hosts, pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
-        run_workers(hosts, "jsparse.bench.nothing", JOB, lambda report: None)
+    with pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
+        run_workers(JOB, ["jsparse.bench.nothing"], 1)
 
 
 def reports(job: Job) -> list[list[dict]]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 INTERFACE = "eth0"
@@ -176,6 +176,48 @@ class Network:
         self._started.append(process)
         return process
 
+    def run(
+        self, command: Sequence[str], hear: Callable[[int, "subprocess.Popen[str]", str], None], **options: Any
+    ) -> list[int]:
+        """Runs a command on every host until all have ended; when one fails, kills the others.
+
+        Args:
+          command: the command.
+          hear: is called with a host's rank, its process, and each line that this writes. If it
+            raises an exception, the process counts as failed, and the exception is raised again.
+          **options: as :meth:`start` takes them.
+
+        Returns:
+          The exit status on each host, as :attr:`subprocess.Popen.returncode` gives it.
+        """
+        failures: list[Exception] = []
+
+        def listen(rank: int, process: Any) -> None:
+            try:
+                for line in process.stdout:
+                    hear(rank, process, line)
+            except Exception as error:
+                failures.append(error)
+                process.kill()
+
+        processes = [self.start(rank, command, stdout=subprocess.PIPE, **options) for rank in range(self.hosts)]
+        listeners = [threading.Thread(target=listen, args=given, daemon=True) for given in enumerate(processes)]
+        for listener in listeners:
+            listener.start()
+        while None in [process.poll() for process in processes]:
+            if any(process.returncode for process in processes):
+                time.sleep(1)
+                for process in processes:
+                    _kill(process)
+            time.sleep(0.02)
+        # A process that still runs in the background keeps a pipe open.
+        patience = time.monotonic() + 5
+        for listener in listeners:
+            listener.join(max(patience - time.monotonic(), 0))
+        if failures:
+            raise failures[0]
+        return [process.returncode for process in processes]
+
     def counters(self, rank: int) -> Counters:
         """What a host's interface has counted so far.
 
@@ -268,36 +310,11 @@ def run_everywhere(network: Network, command: Sequence[str]) -> list[int]:
     """
     lock = threading.Lock()
 
-    def show(rank: int, pipe: Any) -> None:
-        for line in pipe:
-            with lock:
-                print(f"[{rank}] {line.rstrip()}", flush=True)
+    def show(rank: int, process: Any, line: str) -> None:
+        with lock:
+            print(f"[{rank}] {line.rstrip()}", flush=True)
 
-    processes = [
-        network.start(rank, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(network.hosts)
-    ]
-    readers = [
-        threading.Thread(target=show, args=(rank, process.stdout), daemon=True)
-        for rank, process in enumerate(processes)
-    ]
-    for reader in readers:
-        reader.start()
-    wait_for_all(processes)
-    for reader in readers:
-        # A process that still runs in the background keeps the pipe open.
-        reader.join(timeout=1)
-    return [process.returncode for process in processes]
-
-
-def wait_for_all(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Waits until all processes have ended; kills the others when one has failed."""
-    while None in [process.poll() for process in processes]:
-        if any(process.returncode for process in processes):
-            time.sleep(1)
-            for process in processes:
-                _kill(process)
-        time.sleep(0.02)
+    return network.run(command, show, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 
 
 def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":

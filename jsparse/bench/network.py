@@ -32,9 +32,9 @@ import rich.console
 import rich.table
 
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, numbers, output, progress_bar, subplots, whole_number
+from .command import add_output_options, numbers, output, subplots, whole_number
 from .forms import FORMS
-from .hosts import Network, bits_per_second
+from .hosts import bits_per_second
 from .job import Job
 from .reports import run_workers, slowest
 from .torch_worker import TORCH_FORMS
@@ -108,20 +108,7 @@ def measure(job: Job) -> list[dict[str, Any]]:
     if importlib.util.find_spec("torch") and any(job.wants(name) for name in TORCH_FORMS):
         modules.append("jsparse.bench.torch_worker")
     total = len(job.rates) * sum(job.wants(name) for name in [*(form.name for form in FORMS), *TORCH_FORMS])
-    reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
-    with (
-        Network(job.hosts, job.rates[0]) as network,
-        progress_bar() as progress,
-    ):
-        task = progress.add_task("starting", total=total)
-
-        def heard(report: dict[str, Any]) -> None:
-            progress.update(task, description=report["name"], advance=1)
-
-        for module in modules:
-            for told, more in zip(reports, run_workers(network, module, job, heard), strict=True):
-                told.extend(more)
-    return combine(job, reports)
+    return combine(job, run_workers(job, modules, total))
 
 
 def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

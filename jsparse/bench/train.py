@@ -27,9 +27,9 @@ import rich.console
 import rich.table
 
 from .._vector.density import check_density
-from .command import add_output_options, numbers, output, progress_bar, subplots
+from .command import add_output_options, numbers, output, subplots
 from .forms import FORMS
-from .hosts import Network, bits_per_second
+from .hosts import bits_per_second
 from .reports import run_workers, slowest
 
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
@@ -128,17 +128,8 @@ def run(args: argparse.Namespace) -> None:
 
 def train(job: Any) -> list[list[dict[str, Any]]]:
     """Runs the job, and returns each host's reports, one for each training."""
-    trainings = len(job.forms) * len(job.rates)
-    with (
-        Network(job.hosts, job.rates[0]) as network,
-        progress_bar() as progress,
-    ):
-        task = progress.add_task("starting", total=trainings * job.steps)
-
-        def heard(report: dict[str, Any]) -> None:
-            progress.update(task, description=report["name"], completed=report["done"])
-
-        reports = run_workers(network, "jsparse.bench.train_worker", job, heard)
+    total = len(job.forms) * len(job.rates) * job.steps
+    reports = run_workers(job, ["jsparse.bench.train_worker"], total)
     return [[report for report in told if "step_ms" in report] for told in reports]
 
 
