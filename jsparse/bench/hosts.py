@@ -50,6 +50,17 @@ class Counters(NamedTuple):
     received: int
 
 
+def counters(process: int | str = "self") -> Counters:
+    """What the interface of a process's host has counted so far.
+
+    The numbers are those of ``/sys/class/net/*/statistics`` on that host. They can be read from
+    outside it, too.
+    """
+    lines = pathlib.Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return Counters(sent=int(fields[8]), received=int(fields[0]))
+
+
 def bits_per_second(rate: str) -> float:
     """The bits per second of a rate in the notation of ``tc``.
 
@@ -118,11 +129,8 @@ class Network:
         for holder in self._holders:
             holder.kill()
         for process in (*self._holders, *self._started):
-            process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+            with contextlib.suppress(OSError), process:  # Its end closes the pipes, and waits.
+                pass
         self._holders, self._started = [], []
 
     def address(self, rank: int) -> str:
@@ -219,13 +227,8 @@ class Network:
         return [process.returncode for process in processes]
 
     def counters(self, rank: int) -> Counters:
-        """What a host's interface has counted so far.
-
-        The numbers are those of ``/sys/class/net/*/statistics`` on the host, read from outside it.
-        """
-        lines = pathlib.Path(f"/proc/{self._holders[rank].pid}/net/dev").read_text().splitlines()
-        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
-        return Counters(sent=int(fields[8]), received=int(fields[0]))
+        """What a host's interface has counted so far."""
+        return counters(self._holders[rank].pid)
 
     def set_rate(self, rate: str) -> None:
         """Changes the rate of all links."""
@@ -265,18 +268,18 @@ class Network:
 
     def _shape(self, holder: "subprocess.Popen[str]", interface: str, rate: str, latency: str | None = None) -> None:
         burst = max(LEAST_BURST, round(bits_per_second(rate) / 8 / 1000))
+        place = "root handle 1:"
+        if latency is not None:
+            try:
+                delay = f"qdisc replace dev {interface} {place} netem delay {latency} limit 1000000"
+                _configure(holder, "tc", [delay])
+            except ValueError as error:
+                raise ValueError(
+                    f"this kernel cannot delay packets, because it lacks sch_netem; leave the latency out ({error})"
+                ) from None
+            place = "parent 1:1 handle 10:"
         shape = f"tbf rate {rate} burst {burst} latency 200ms"
-        if latency is None:
-            _configure(holder, "tc", [f"qdisc replace dev {interface} root handle 1: {shape}"])
-            return
-        try:
-            delay = f"qdisc replace dev {interface} root handle 1: netem delay {latency} limit 1000000"
-            _configure(holder, "tc", [delay])
-        except ValueError as error:
-            raise ValueError(
-                f"this kernel cannot delay packets, because it lacks sch_netem; leave the latency out ({error})"
-            ) from None
-        _configure(holder, "tc", [f"qdisc replace dev {interface} parent 1:1 handle 10: {shape}"])
+        _configure(holder, "tc", [f"qdisc replace dev {interface} {place} {shape}"])
 
     def _entering(self, rank: int) -> list[str]:
         pid = self._holders[rank].pid

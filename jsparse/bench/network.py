@@ -37,6 +37,7 @@ from .forms import FORMS
 from .hosts import bits_per_second
 from .job import Job
 from .reports import run_workers, slowest
+from .timing import spread
 from .torch_worker import TORCH_FORMS
 
 PARTS = ("selection", "rest", "communication")
@@ -126,9 +127,7 @@ def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any
             "name": first["name"],
             "rate": first["rate"],
             "dense_update": first["dense_update"],
-            "median_ms": statistics.median(ms),
-            "min_ms": min(ms),
-            "max_ms": max(ms),
+            **spread(ms),
             "steps": len(ms),
             "bytes": statistics.fmean(report["sent_bytes"] for report in told),
             "floor_ms": 8e3

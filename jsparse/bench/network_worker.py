@@ -24,7 +24,6 @@ from .reports import ask_for_rate, tell
 from .timing import Meter
 
 AXES = ("pairs", "hosts")
-WARM_UP = 3
 
 
 def main(text: str) -> None:
@@ -32,7 +31,6 @@ def main(text: str) -> None:
     rank = int(os.environ["JSPARSE_RANK"])
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
     worker = Worker(job, rank)
-    worker.meter.calibrate()
     for form in FORMS:
         if job.wants(form.name) and (job.hosts % 2 == 0 or not form.levels):
             worker.measure(form)
@@ -54,11 +52,7 @@ def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], floa
 
 
 class Worker:
-    """One of the job's hosts.
-
-    Attributes:
-      meter: times its steps and counts their bytes.
-    """
+    """One of the job's hosts."""
 
     def __init__(self, job: Job, rank: int):
         self._job = job
@@ -67,7 +61,7 @@ class Worker:
         self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
         self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in worker_gradients(job.size, rank)]
-        self.meter = Meter(agreement(self._mesh, AXES))
+        self._meter = Meter(agreement(self._mesh, AXES))
 
     def measure(self, form: Form) -> None:
         """Measures one form at every rate, and reports the figures."""
@@ -77,15 +71,11 @@ class Worker:
         parts = self._parts(tx, dense_update=form.dense_update)
         for rate in job.rates:
             ask_for_rate(rate)
-            self.meter.agree(0.0)
-            for _ in range(WARM_UP):
-                whole()
-            before = len(whole.words)
-            figures: dict[str, Any] = self.meter.measure(whole, job.repeats)
-            figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in whole.words[before:]]))
+            figures = self._meter.measure(whole, job.repeats)
+            timed = whole.words[-len(figures["ms"]) :]
+            figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in timed]))
             for name, program in parts.items():
-                program()
-                figures[f"{name}_ms"] = self.meter.measure(program, job.repeats)["ms"]
+                figures[f"{name}_ms"] = self._meter.measure(program, job.repeats)["ms"]
             tell(
                 name=form.name,
                 rate=rate,

@@ -38,8 +38,8 @@ def run_workers(job: Any, modules: Sequence[str], total: int) -> list[list[dict[
     Args:
       job: says ``hosts`` and ``rates``. It is each module's argument, by ``job.written()``.
       modules: their names, such as ``"jsparse.bench.network_worker"``.
-      total: where the progress bar ends. It is at a report's ``"done"``; where a report has none, at
-        the number of reports so far.
+      total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
+        none, at the number of reports so far.
 
     Returns:
       The reports of each host.

@@ -4,7 +4,6 @@ import argparse
 import functools
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from .. import select
 from .._vector.density import check_density, elements_kept
 from .command import add_output_options, numbers, output, progress_bar, subplots
 from .gradients import DISTRIBUTIONS, draw
+from .timing import spread, timed
 
 
 class Form(NamedTuple):
@@ -164,9 +164,8 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
         for number in range(repeats):
             step = jnp.int32(1 + number)
             for i, fn in enumerate(compiled):
-                start = time.perf_counter()
-                outcome = jax.block_until_ready(fn(x, threshold, step))
-                times[i].append(1e3 * (time.perf_counter() - start))
+                ms, outcome = timed(fn, x, threshold, step)
+                times[i].append(ms)
                 if isinstance(outcome, (tuple, list)):
                     chosen = np.asarray(outcome[0])
                     counts[i].append(int(outcome[1]) / k)
@@ -180,9 +179,7 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
         result = {
             "name": form.name,
             "task": form.task,
-            "median_ms": statistics.median(times[i]),
-            "min_ms": min(times[i]),
-            "max_ms": max(times[i]),
+            **spread(times[i]),
             "times_faster_than_top_k": slowest / statistics.median(times[i]),
             "temporary_memory_over_input": memory.temp_size_in_bytes / x.nbytes if memory else None,
         }

@@ -19,8 +19,6 @@ from .timing import Meter
 RANK = 4
 # Channels of VGG-16's convolutions.
 VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-# Steps before the timed ones.
-WARM_UP = 3
 
 
 def vgg16() -> list[tuple[int, ...]]:
@@ -93,7 +91,6 @@ class Peers:
         self._job = job
         self.buffer = self.torch.zeros(job.size)
         self._bucket = Bucket(self.buffer, leaves_of(job.size))
-        self._residual = self.torch.zeros(0)
 
     def all_reduce(self) -> Callable[[], None]:
         """gloo's all-reduce."""
@@ -154,7 +151,6 @@ def main(text: str) -> None:
         return float(largest[0])
 
     meter = Meter(agree)
-    meter.calibrate()
     for name, make in TORCH_FORMS.items():
         if not job.wants(name):
             continue
@@ -162,12 +158,7 @@ def main(text: str) -> None:
         load = functools.partial(lambda grads: peers.buffer.copy_(next(grads)), grads)
         for rate in job.rates:
             ask_for_rate(rate)
-            agree(0.0)
-            for _ in range(WARM_UP):
-                load()
-                step()
-            figures = meter.measure(step, job.repeats, before=load)
-            tell(name=name, rate=rate, dense_update=True, **figures)
+            tell(name=name, rate=rate, dense_update=True, **meter.measure(step, job.repeats, load))
     dist.destroy_process_group()
 
 

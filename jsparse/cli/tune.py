@@ -20,7 +20,6 @@ import math
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from .._train.workers import init
 from .._vector.density import check_density
 from .._vector.random import key_of
 from ..bench.command import add_output_options, output, progress_bar, whole_number
+from ..bench.timing import timed
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
@@ -358,9 +358,8 @@ def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repe
     # Two steps do not count: the first one compiles, and so may the second, whose state is that
     # of a step.
     for number in range(repeats + 2):
-        start = time.perf_counter()
-        _, state = jax.block_until_ready(step(acc, state))
-        taken = agreed(time.perf_counter() - start)
+        ms, (_, state) = timed(step, acc, state)
+        slowest = agreed(ms)
         if number > 1:
-            times.append(1e3 * taken)
+            times.append(slowest)
     return times
