@@ -1,5 +1,6 @@
 """``jsparse bench network``: a small benchmark over real links, and its parts without links."""
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -17,13 +18,13 @@ from jsparse.bench import network, torch_worker
 from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
 from jsparse.bench.gradients import worker_gradients
-from jsparse.bench.job import Job
+from jsparse.bench.job import NetworkJob
 from jsparse.bench.network_worker import Selecting, synchroniser
 from jsparse.bench.reports import run_workers
 from jsparse.bench.timing import time_steps
 
 N = 20_000
-JOB = Job(3, N, 0.01, ("1gbit", "100mbit"), 2)
+JOB = NetworkJob(3, 0.01, ["1gbit", "100mbit"], ["dense", "oktopk"], size=N, repeats=2)
 
 
 @needs_network
@@ -62,7 +63,7 @@ def test_an_error_of_a_worker_is_shown():
         run_workers(JOB, ["jsparse.bench.nothing"], 1)
 
 
-def reports(job: Job) -> list[list[dict]]:
+def reports(job: NetworkJob) -> list[list[dict]]:
     """Invented reports of the hosts: times and bytes differ by form, rate and host."""
     told: list[list[dict]] = [[] for _ in range(job.hosts)]
     for number, name in enumerate(("dense", "oktopk", "torch all_reduce")):
@@ -107,10 +108,12 @@ def test_reports_are_combined(tmp_path, capsys):
 
 
 def test_a_job_is_written_and_read():
-    for job in (JOB, dataclasses.replace(JOB, forms=("dense", "oktopk"))):
-        assert Job.read(job.written()) == job
-    assert JOB.wants("dense")
-    assert not dataclasses.replace(JOB, forms=("dense",)).wants("oktopk")
+    assert NetworkJob.read(JOB.written()) == JOB
+    given = argparse.Namespace(hosts=3, density=0.01, rates=["1gbit"], forms=None, size=N, repeats=2, json=None)
+    names = ["dense", "oktopk", "gtopk"]
+    assert NetworkJob.chosen(given, names, ["oktopk"]) == dataclasses.replace(JOB, rates=["1gbit"])
+    given.forms = ["gtopk", "dense", "gtopk"]
+    assert NetworkJob.chosen(given, names, names).forms == ["dense", "gtopk"]
 
 
 def test_gradients():
@@ -200,7 +203,7 @@ def test_gradients_for_pytorch():
     ("arguments", "message"),
     [
         (["--density", "3"], "density is 3.0"),
-        (["--hosts", "1"], "--hosts is at least 2"),
+        (["--hosts", "1"], "--hosts is 1; it is at least 2"),
         (["--hosts", "300"], "there are to be 300 hosts"),
         (["--repeats", "0"], "at least 1"),
         (["--rate", "1gbit", "fast"], "the rate is 'fast'"),

@@ -19,6 +19,18 @@ def whole_number(text: str) -> int:
     return int(float(text))
 
 
+def check_at_least(args: argparse.Namespace, **least: int) -> None:
+    """Refuses options below their least values. An option that is None was left out.
+
+    Raises:
+      ValueError: an option is too small.
+    """
+    for option, number in least.items():
+        given = getattr(args, option)
+        if given is not None and given < number:
+            raise ValueError(f"--{option} is {given}; it is at least {number}")
+
+
 def add_output_options(parser: argparse.ArgumentParser, *, plot: str, figures: str = "the figures") -> None:
     """Adds ``--json`` and ``--plot``.
 

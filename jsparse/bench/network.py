@@ -31,11 +31,11 @@ import jax
 import rich.console
 import rich.table
 
-from .._vector.density import check_density, elements_kept
-from .command import add_output_options, numbers, output, subplots, whole_number
+from .._vector.density import elements_kept
+from .command import add_output_options, check_at_least, numbers, output, subplots, whole_number
 from .forms import FORMS
 from .hosts import bits_per_second
-from .job import Job
+from .job import NetworkJob, add_job_options
 from .reports import run_workers, slowest
 from .timing import spread
 from .torch_worker import TORCH_FORMS
@@ -50,69 +50,43 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["1gbit"],
-        help="rates of the links, in either direction, such as 100mbit; measured one after the other (default 1gbit)",
-    )
+    add_job_options(parser, form="measure this form, beside dense; repeatable (default: all)")
     parser.add_argument(
         "--size", type=whole_number, default=14_728_266, metavar="N", help="n, the gradient's length (default 14728266)"
     )
-    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
         "--repeats", type=int, default=9, help="timed steps of each form (default 9; fewer for slow ones)"
-    )
-    parser.add_argument(
-        "--form", action="append", metavar="NAME", help="measure this form, beside dense; repeatable (default: all)"
     )
     add_output_options(parser, plot="the times")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    check_density(args.density)
-    if args.hosts < 2 or args.size < 1 or args.repeats < 1:
-        raise ValueError(
-            f"--hosts is {args.hosts}, --size {args.size} and --repeats {args.repeats}; "
-            "--hosts is at least 2, --size and --repeats are at least 1"
-        )
-    names = [form.name for form in FORMS] + list(TORCH_FORMS)
-    unknown = [name for name in args.form or () if name not in names]
-    if unknown:
-        raise ValueError(f"--form is {unknown[0]!r}; choose from {', '.join(names)}")
-    for rate in args.rate:
-        bits_per_second(rate)
-    forms = None if args.form is None else ("dense", *args.form)
-    job = Job(args.hosts, args.size, args.density, tuple(args.rate), args.repeats, forms)
+    check_at_least(args, size=1, repeats=1)
+    names = [*(form.name for form in FORMS), *TORCH_FORMS]
+    job = NetworkJob.chosen(args, names, default=names)
     output(args, {**describe(job), "forms": measure(job)}, show, draw_times)
 
 
-def describe(job: Job) -> dict[str, Any]:
+def describe(job: NetworkJob) -> dict[str, Any]:
     """The figures that say what was measured: the job, and the versions of JAX and PyTorch."""
     return {
-        "hosts": job.hosts,
-        "size": job.size,
-        "density": job.density,
+        **vars(job),
         "k": elements_kept(job.density, job.size),
-        "rates": list(job.rates),
-        "repeats": job.repeats,
         "jax": jax.__version__,
         "torch": importlib.metadata.version("torch") if importlib.util.find_spec("torch") else None,
     }
 
 
-def measure(job: Job) -> list[dict[str, Any]]:
+def measure(job: NetworkJob) -> list[dict[str, Any]]:
     """Runs the job on as many hosts, and returns the figures of every form at every rate."""
     modules = ["jsparse.bench.network_worker"]
-    if importlib.util.find_spec("torch") and any(job.wants(name) for name in TORCH_FORMS):
+    if importlib.util.find_spec("torch") and any(name in job.forms for name in TORCH_FORMS):
         modules.append("jsparse.bench.torch_worker")
-    total = len(job.rates) * sum(job.wants(name) for name in [*(form.name for form in FORMS), *TORCH_FORMS])
-    return combine(job, run_workers(job, modules, total))
+    return combine(job, run_workers(job, modules, len(job.rates) * len(job.forms)))
 
 
-def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Combines the reports of all hosts into the figures of each form at each rate.
 
     Args:

@@ -19,7 +19,7 @@ from .._vector.pending import Pending
 from .alone import Alone
 from .forms import FORMS, Form
 from .gradients import worker_gradients
-from .job import Job
+from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
@@ -27,12 +27,12 @@ AXES = ("pairs", "hosts")
 
 
 def main(text: str) -> None:
-    job = Job.read(text)
+    job = NetworkJob.read(text)
     rank = int(os.environ["JSPARSE_RANK"])
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
     worker = Worker(job, rank)
     for form in FORMS:
-        if job.wants(form.name) and (job.hosts % 2 == 0 or not form.levels):
+        if form.name in job.forms and (job.hosts % 2 == 0 or not form.levels):
             worker.measure(form)
     jax.distributed.shutdown()
 
@@ -54,7 +54,7 @@ def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], floa
 class Worker:
     """One of the job's hosts."""
 
-    def __init__(self, job: Job, rank: int):
+    def __init__(self, job: NetworkJob, rank: int):
         self._job = job
         devices = np.array(jax.devices())
         pairs = 2 if job.hosts % 2 == 0 else 1

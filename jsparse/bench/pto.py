@@ -33,7 +33,7 @@ from .._share.sharded import sharded
 from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
-from .command import add_output_options, numbers, output, progress_bar, subplots
+from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
 
 AXIS = "workers"
 ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
@@ -127,10 +127,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.workers < 1 or args.width < 1 or args.repeats < 1:
-        raise ValueError(
-            f"--workers is {args.workers}, --width {args.width} and --repeats {args.repeats}; they are at least 1"
-        )
+    check_at_least(args, workers=1, width=1, repeats=1)
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", args.workers)
     devices = jax.devices() if len(jax.devices()) >= args.workers else jax.devices("cpu")

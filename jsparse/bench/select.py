@@ -18,7 +18,7 @@ import kernels_pallas
 
 from .. import select
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, numbers, output, progress_bar, subplots
+from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
 from .gradients import DISTRIBUTIONS, draw
 from .timing import spread, timed
 
@@ -63,8 +63,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_density(args.density)
-    if args.size < 1 or args.repeats < 1:
-        raise ValueError(f"--size is {args.size} and --repeats {args.repeats}; they are at least 1")
+    check_at_least(args, size=1, repeats=1)
     x = jnp.asarray(draw(args.distribution, args.size, args.seed))
     k = elements_kept(args.density, x.shape[0])
     results = measure(x, k, args.density, args.repeats)

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._vector.density import elements_kept
 from .gradients import worker_gradients
-from .job import Job
+from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
@@ -82,7 +82,7 @@ class Peers:
     Each method returns a step that averages the gradient in ``buffer`` over the hosts, in place.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: NetworkJob):
         self.torch = importlib.import_module("torch")
         self.dist = importlib.import_module("torch.distributed")
         hooks = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -139,7 +139,7 @@ TORCH_FORMS: dict[str, Callable[[Peers], Callable[[], None]]] = {
 
 
 def main(text: str) -> None:
-    job = Job.read(text)
+    job = NetworkJob.read(text)
     peers = Peers(job)
     torch, dist = peers.torch, peers.dist
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
@@ -152,7 +152,7 @@ def main(text: str) -> None:
 
     meter = Meter(agree)
     for name, make in TORCH_FORMS.items():
-        if not job.wants(name):
+        if name not in job.forms:
             continue
         step, grads = make(peers), itertools.cycle(own)
         load = functools.partial(lambda grads: peers.buffer.copy_(next(grads)), grads)

@@ -26,10 +26,9 @@ from typing import Any
 import rich.console
 import rich.table
 
-from .._vector.density import check_density
-from .command import add_output_options, numbers, output, subplots
+from .command import add_output_options, check_at_least, numbers, output, subplots
 from .forms import FORMS
-from .hosts import bits_per_second
+from .job import add_job_options
 from .reports import run_workers, slowest
 
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
@@ -44,13 +43,8 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["1gbit"],
-        help="rates of the links, in either direction, such as 100mbit; one after the other (default 1gbit)",
-    )
+    form = f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})"
+    add_job_options(parser, form=form)
     parser.add_argument("--net", choices=["dense", "vgg16"], default="dense", help="net to train (default dense)")
     parser.add_argument("--width", type=int, default=4096, help="width of the dense net's hidden layers (default 4096)")
     parser.add_argument(
@@ -61,7 +55,6 @@ def add_parser(commands: Any) -> None:
         "which there is nothing to learn",
     )
     parser.add_argument("--data-dir", metavar="DIR", help="directory of MNIST's or CIFAR-10's files")
-    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument("--batch", type=int, default=32, help="examples a host and step (default 32)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum 0.9 (default 0.05)")
     parser.add_argument(
@@ -70,12 +63,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=1000, help="largest number of steps (default 1000)")
     parser.add_argument("--every", type=int, default=10, help="steps from one test to the next (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
-    parser.add_argument(
-        "--form",
-        action="append",
-        metavar="NAME",
-        help=f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})",
-    )
     add_output_options(parser, plot="accuracy by the clock and the parts of a step")
     parser.set_defaults(run=run)
 
@@ -85,38 +72,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("jsparse bench train needs Flax: pip install flax")
     from .train_worker import TrainJob
 
-    check_density(args.density)
-    least = {"--hosts": 2, "--width": 1, "--batch": 1, "--steps": 1, "--every": 1}
-    for option, number in least.items():
-        given = getattr(args, option[2:])
-        if given < number:
-            raise ValueError(f"{option} is {given}; it is at least {number}")
-    names = [form.name for form in FORMS if not form.levels]
-    forms = tuple(dict.fromkeys(("dense", *(args.form or DEFAULT))))
-    for name in forms:
-        if name not in names:
-            raise ValueError(f"--form is {name!r}; choose from {', '.join(names)}")
-    for rate in args.rate:
-        bits_per_second(rate)
+    check_at_least(args, width=1, batch=1, steps=1, every=1)
     if args.net == "vgg16" and args.data not in ("cifar10", "random"):
         raise ValueError(f"vgg16 takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
-    job = TrainJob(
-        hosts=args.hosts,
-        density=args.density,
-        rates=tuple(args.rate),
-        forms=forms,
-        net=args.net,
-        width=args.width,
-        data=args.data,
-        data_dir=args.data_dir,
-        batch=args.batch,
-        learning_rate=args.learning_rate,
-        target=None if args.data == "random" else args.target,
-        steps=args.steps,
-        every=args.every,
-        repeats=9,
-        seed=args.seed,
-    )
+    if args.data == "random":
+        args.target = None
+    job = TrainJob.chosen(args, [form.name for form in FORMS if not form.levels], DEFAULT)
     count = len(job.images().train_y)
     if count < job.hosts * job.batch:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import sys
@@ -22,6 +21,7 @@ from .._train.step import train_step
 from .forms import FORMS, Form
 from .hosts import counters
 from .images import Images, load_images
+from .job import Job
 from .nets import CLASSES, NETS
 from .network_worker import Selecting, agreement
 from .reports import ask_for_rate, tell
@@ -34,13 +34,10 @@ RANDOM = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainJob:
+class TrainJob(Job):
     """What to train.
 
     Attributes:
-      hosts, density: P and k / n.
-      rates: the links' rates, measured one after the other.
-      forms: names of the forms to train with.
       net: a key of :data:`NETS`.
       width: width of the dense net's hidden layers.
       data, data_dir: as :func:`.load_images` takes them; ``"random"`` is noise in the shape of
@@ -50,14 +47,10 @@ class TrainJob:
       target: the accuracy at which training ends; None to take all steps.
       steps: the largest number of steps.
       every: steps from one test to the next.
-      repeats: how often each part of a step is timed by itself.
       seed: of the parameters and batches.
+      repeats: how often each part of a step is timed by itself.
     """
 
-    hosts: int
-    density: float
-    rates: tuple[str, ...]
-    forms: tuple[str, ...]
     net: str
     width: int
     data: str
@@ -67,18 +60,8 @@ class TrainJob:
     target: float | None
     steps: int
     every: int
-    repeats: int
     seed: int
-
-    def written(self) -> str:
-        """The job as JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def read(text: str) -> "TrainJob":
-        """The job that :meth:`written` wrote."""
-        read = json.loads(text)
-        return TrainJob(**read | {"rates": tuple(read["rates"]), "forms": tuple(read["forms"])})
+    repeats: int = 9
 
     def images(self) -> Images:
         """Loads the data set, or makes the random one."""

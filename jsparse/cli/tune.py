@@ -34,7 +34,7 @@ from .._train.placement import state_specs
 from .._train.workers import init
 from .._vector.density import check_density
 from .._vector.random import key_of
-from ..bench.command import add_output_options, output, progress_bar, whole_number
+from ..bench.command import add_output_options, check_at_least, output, progress_bar, whole_number
 from ..bench.timing import timed
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
@@ -107,10 +107,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command in this process."""
     check_density(args.density)
-    for option in ("parameters", "candidates", "repeats"):
-        number = getattr(args, option)
-        if number is not None and number < 1:
-            raise ValueError(f"--{option} is {number}; it is at least 1")
+    check_at_least(args, parameters=1, candidates=1, repeats=1)
     if args.step_time is not None and args.step_time < 0:
         raise ValueError(f"--step-time is {args.step_time}; it is in milliseconds, at least 0")
     processes.join(args)
