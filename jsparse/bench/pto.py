@@ -12,10 +12,8 @@ on one device, without a network. This time shows the work saved on a worker of 
 
 import argparse
 import contextlib
-import functools
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,9 +32,10 @@ from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
 from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
+from .timing import spread, timed
 
 AXIS = "workers"
-ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
+ON_ALL = PartitionSpec()
 
 
 def resnet50(width: int = 64) -> list[tuple[int, ...]]:
@@ -69,14 +68,12 @@ class Form(NamedTuple):
     Attributes:
       task: the task's name.
       name: the way's name.
-      init: makes the state from the parameters.
-      run: ``(grads, state, params) -> (result, state)``.
+      tx: does it. Its updates are the task's result.
     """
 
     task: str
     name: str
-    init: Callable[[Any], Any]
-    run: Callable[[Any, Any, Any], tuple[Any, Any]]
+    tx: optax.GradientTransformation
 
 
 def tasks(comm: Any) -> list[list[Form]]:
@@ -86,25 +83,22 @@ def tasks(comm: Any) -> list[list[Form]]:
       comm: the workers.
     """
 
-    def ratios(comm, grads, state, params):
-        sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
-        return jnp.stack([jnp.sqrt(weights / updates) for updates, weights in sums]), state
+    def trust_ratios(comm):
+        def update(grads, state, params):
+            sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
+            return jnp.stack([jnp.sqrt(weights / updates) for updates, weights in sums]), state
 
-    def of(task, name, tx):
-        return Form(task, name, tx.init, tx.update)
-
-    def ratios_of(name, comm):
-        return Form("trust ratios", name, lambda params: (), functools.partial(ratios, comm))
+        return optax.GradientTransformation(lambda params: (), update)
 
     whole, parts, itself = "each worker", "in parts", Alone(1)
     return [
-        [ratios_of(whole, itself), ratios_of(parts, comm)],
+        [Form("trust ratios", whole, trust_ratios(itself)), Form("trust ratios", parts, trust_ratios(comm))],
         [
-            of("LARS", whole, lars(itself, 0.1, weight_decay=1e-4)),  # type: ignore[arg-type]
-            of("LARS", parts, lars(comm, 0.1, weight_decay=1e-4)),
-            of("LARS", "optax", optax.lars(0.1, weight_decay=1e-4)),
+            Form("LARS", whole, lars(itself, 0.1, weight_decay=1e-4)),  # type: ignore[arg-type]
+            Form("LARS", parts, lars(comm, 0.1, weight_decay=1e-4)),
+            Form("LARS", "optax", optax.lars(0.1, weight_decay=1e-4)),
         ],
-        [of("Adam", whole, optax.adam(1e-3)), of("Adam", parts, sharded(optax.adam(1e-3), comm))],
+        [Form("Adam", whole, optax.adam(1e-3)), Form("Adam", parts, sharded(optax.adam(1e-3), comm))],
     ]
 
 
@@ -180,19 +174,19 @@ def all_together(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) 
     found = []
 
     def probe(params):
-        found.append(state_specs(form.init(params), AXIS))
+        found.append(state_specs(form.tx.init(params), AXIS))
         return params
 
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=ON_ALL, out_specs=ON_ALL), params)
-    state = jax.jit(jax.shard_map(form.init, mesh=mesh, in_specs=ON_ALL, out_specs=found[0]))(params)
+    state = jax.jit(jax.shard_map(form.tx.init, mesh=mesh, in_specs=ON_ALL, out_specs=found[0]))(params)
     ins, outs = (ON_ALL, found[0], ON_ALL), (ON_ALL, found[0])
-    return Program(jax.shard_map(form.run, mesh=mesh, in_specs=ins, out_specs=outs), grads, state, params)
+    return Program(jax.shard_map(form.tx.update, mesh=mesh, in_specs=ins, out_specs=outs), grads, state, params)
 
 
 def one_alone(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) -> Program:
     """The form on worker 0, without the others."""
     grads, params = drawn(shapes, devices[0])
-    return Program(form.run, grads, jax.jit(form.init)(params), params)
+    return Program(form.tx.update, grads, jax.jit(form.tx.init)(params), params)
 
 
 def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> list[dict[str, Any]]:
@@ -207,24 +201,21 @@ def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> 
       The figures of each form.
     """
     results: list[dict[str, Any]] = []
-    kinds = ((all_together, tasks(AxisComm(AXIS))), (one_alone, tasks(Alone(len(devices)))))
+    together, alone = tasks(AxisComm(AXIS)), tasks(Alone(len(devices)))
     with progress_bar() as progress:
-        task = progress.add_task("timing", total=repeats * 2 * sum(map(len, kinds[0][1])))
-        for i, compared in enumerate(kinds[0][1]):
-            found: list[dict[str, Any]] = [{"task": form.task, "name": form.name} for form in compared]
-            for (make, every), kind in zip(kinds, ("together", "alone"), strict=True):
-                programs = [make(form, devices, shapes) for form in every[i]]
+        task = progress.add_task("timing", total=repeats * 2 * sum(map(len, together)))
+        for many, one in zip(together, alone, strict=True):
+            found: list[dict[str, Any]] = [{"task": form.task, "name": form.name} for form in many]
+            for kind, make, forms in (("together", all_together, many), ("alone", one_alone, one)):
+                programs = [make(form, devices, shapes) for form in forms]
                 times: list[list[float]] = [[] for _ in programs]
                 for _ in range(repeats):
                     for program, taken in zip(programs, times, strict=True):
-                        start = time.perf_counter()
-                        program()
-                        taken.append(1e3 * (time.perf_counter() - start))
+                        taken.append(timed(program)[0])
                         progress.advance(task)
                 whole = statistics.median(times[0])
                 for result, program, taken in zip(found, programs, times, strict=True):
-                    figures = {"median_ms": statistics.median(taken), "min_ms": min(taken), "max_ms": max(taken)}
-                    result[kind] = figures | {"times_faster": whole / statistics.median(taken)}
+                    result[kind] = spread(taken) | {"times_faster": whole / statistics.median(taken)}
                     if kind == "together":
                         result |= {"words": -(-program.sent.bytes // 4), "messages": program.sent.messages}
                     else:
