@@ -33,7 +33,8 @@ from .reports import run_workers, slowest
 
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
 PARTS = ("computation", "selection", "communication")
-SHADES = ("0.75", "C1", "C0")
+# Shades of grey, because the colours stand for the forms.
+SHADES = ("0.85", "0.6", "0.3")
 
 
 def add_parser(commands: Any) -> None:
