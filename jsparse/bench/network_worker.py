@@ -16,6 +16,7 @@ from .._comm.comm import AxisComm
 from .._comm.traffic import traffic
 from .._engine.transform import SparseAllReduce, sync
 from .._vector.pending import Pending
+from .._vector.sparse_vector import SparseVector
 from .alone import Alone
 from .forms import FORMS, Form
 from .gradients import worker_gradients
@@ -102,7 +103,7 @@ class Worker:
         return programs
 
 
-def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> Callable[..., Any]:
+def synchroniser(tx: SparseAllReduce, dense_update: bool) -> Callable[..., Any]:
     """A step ``(gradient, state) -> (state, mean)``, whose mean stays sparse where it can.
 
     The state comes first among the results: JAX hands donated memory to the first result of its
@@ -111,12 +112,9 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> C
     Args:
       tx: the transformation.
       dense_update: make the mean dense in any case.
-      seen: at each trace, whether the mean stays sparse is appended to this list.
     """
 
-    def sparse(grads, state) -> bool:
-        if dense_update:
-            return False
+    def stays_sparse(grads, state) -> bool:
         try:
             # Only the shapes are traced: a real call would leave its messages in the program.
             jax.eval_shape(functools.partial(sync, tx), grads, state)
@@ -125,12 +123,9 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> C
         return True
 
     def step(grads, state):
-        seen.append(sparse(grads, state))
-        mean, state = (sync if seen[-1] else update)(tx, grads, state)
+        sparse = not dense_update and stays_sparse(grads, state)
+        mean, state = sync(tx, grads, state) if sparse else tx.update(grads, state)
         return state, mean
-
-    def update(tx, grads, state):
-        return tx.update(grads, state)
 
     return step
 
@@ -148,9 +143,8 @@ class Whole:
     def __init__(self, tx: SparseAllReduce, mesh: Mesh, grads: list[jax.Array], *, dense_update: bool):
         along, everywhere = PartitionSpec(AXES), PartitionSpec()
         n = grads[0].shape[0] // mesh.size
-        seen: list[bool] = []
         step = jax.shard_map(
-            synchroniser(tx, dense_update, seen),
+            synchroniser(tx, dense_update),
             mesh=mesh,
             in_specs=(along, along),
             out_specs=(along, everywhere),
@@ -160,10 +154,11 @@ class Whole:
         self._state: Any = jax.jit(begin)()
         run = jax.jit(step, donate_argnums=1)
         self.sends = traffic(run, grads[0], self._state)
-        self._run = run.lower(grads[0], self._state).compile()
+        lowered = run.lower(grads[0], self._state)
+        self._run = lowered.compile()
         self._grads = itertools.cycle(grads)
         self.words: list[Any] = []
-        self.sparse = seen[-1]
+        self.sparse = isinstance(lowered.out_info[1], SparseVector)
         memory = self._run.memory_analysis()
         self.memory = memory.temp_size_in_bytes / (4 * n) if memory else None
 

@@ -53,12 +53,9 @@ class Bucket:
     """
 
     def __init__(self, buffer: Any, shapes: Sequence[tuple[int, ...]]):
-        self._buffer, self._parts = buffer, []
-        begin = 0
-        for shape in shapes:
-            end = begin + math.prod(shape)
-            self._parts.append(buffer[begin:end].view(shape))
-            begin = end
+        self._buffer = buffer
+        parts = buffer.split([math.prod(shape) for shape in shapes])
+        self._parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def buffer(self):
         return self._buffer
