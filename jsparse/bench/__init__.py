@@ -7,10 +7,9 @@ name. Only the command line imports this package; the library does not.
 import argparse
 
 
-def add_parsers(parser: argparse.ArgumentParser) -> None:
+def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmarks to the parser of ``jsparse bench``. Only this function imports them."""
     from . import network, pto, select, train
+    from .command import add_commands
 
-    benchmarks = parser.add_subparsers(required=True, metavar="WHAT")
-    for benchmark in (select, pto, network, train):
-        benchmark.add_parser(benchmarks)
+    add_commands(parser, "WHAT", select, pto, network, train)

@@ -1,4 +1,4 @@
-"""Helpers that all ``jsparse`` commands share: options, progress bars, output of figures."""
+"""Helpers that all ``jsparse`` commands share: parsers, options, progress bars, figures."""
 
 import argparse
 import json
@@ -10,6 +10,32 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
+
+
+def add_commands(parser: argparse.ArgumentParser, metavar: str, *modules: Any) -> Any:
+    """Adds commands to a parser.
+
+    Args:
+      parser: the parser.
+      metavar: what help texts call the command.
+      *modules: the commands. A module has the command's name. Its docstring is the description,
+        ``HELP`` the short help; ``add_arguments`` adds the options to a parser, and ``run`` runs
+        the command with what was parsed.
+
+    Returns:
+      The subparsers, as argparse's ``add_subparsers`` does.
+    """
+    commands = parser.add_subparsers(required=True, metavar=metavar)
+    for module in modules:
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return commands
 
 
 def whole_number(text: str) -> int:

@@ -40,16 +40,11 @@ from .reports import run_workers, slowest
 from .timing import spread
 from .torch_worker import TORCH_FORMS
 
+HELP = "time one synchronisation over slow links, in every form"
 PARTS = ("selection", "rest", "communication")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "network",
-        help="time one synchronisation over slow links, in every form",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser, form="measure this form, beside dense; repeatable (default: all)")
     parser.add_argument(
         "--size", type=whole_number, default=14_728_266, metavar="N", help="n, the gradient's length (default 14728266)"
@@ -58,7 +53,6 @@ def add_parser(commands: Any) -> None:
         "--repeats", type=int, default=9, help="timed steps of each form (default 9; fewer for slow ones)"
     )
     add_output_options(parser, plot="the times")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

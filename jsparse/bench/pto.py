@@ -34,6 +34,7 @@ from .alone import Alone
 from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
 from .timing import spread, timed
 
+HELP = "time trust ratios, LARS and Adam, done whole by every worker and in parts"
 AXIS = "workers"
 ON_ALL = PartitionSpec()
 
@@ -102,13 +103,7 @@ def tasks(comm: Any) -> list[list[Form]]:
     ]
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "pto",
-        help="time trust ratios, LARS and Adam, done whole by every worker and in parts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=8, help="P (default 8); virtual devices where there are too few real ones"
     )
@@ -117,7 +112,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
     add_output_options(parser, plot="the times")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,6 +22,8 @@ from .command import add_output_options, check_at_least, numbers, output, progre
 from .gradients import DISTRIBUTIONS, draw
 from .timing import spread, timed
 
+HELP = "time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero"
+
 
 class Form(NamedTuple):
     """One way to select.
@@ -38,12 +40,7 @@ class Form(NamedTuple):
     run: Callable[[jax.Array, jax.Array, jax.Array], Any]
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "select",
-        help="time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", type=int, default=14_728_266, help="n, the vector's length (default: that of VGG-16's gradient)"
     )
@@ -58,7 +55,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
     parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
     add_output_options(parser, plot="the times")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

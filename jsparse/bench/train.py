@@ -31,19 +31,14 @@ from .forms import FORMS
 from .job import add_job_options
 from .reports import run_workers, slowest
 
+HELP = "train over slow links to a target accuracy, dense and sparse"
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
 PARTS = ("computation", "selection", "communication")
 # Shades of grey, because the colours stand for the forms.
 SHADES = ("0.85", "0.6", "0.3")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train over slow links to a target accuracy, dense and sparse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})"
     add_job_options(parser, form=form)
     parser.add_argument("--net", choices=["dense", "vgg16"], default="dense", help="net to train (default dense)")
@@ -65,7 +60,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--every", type=int, default=10, help="steps from one test to the next (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
     add_output_options(parser, plot="accuracy by the clock and the parts of a step")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

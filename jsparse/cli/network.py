@@ -24,16 +24,12 @@ import rich.table
 from ..bench.command import numbers
 from ..bench.hosts import Network, run_everywhere
 
+HELP = "run a command on several hosts of one machine, joined by slow links"
 
-def add_parser(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "network",
-        help="run a command on several hosts of one machine, joined by slow links",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="jsparse network [--hosts P] [--rate RATE] [--latency TIME] [--json FILE] -- COMMAND ...",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.usage = "jsparse network [--hosts P] [--rate RATE] [--latency TIME] [--json FILE] -- COMMAND ..."
     parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
     parser.add_argument(
         "--rate", default="1gbit", help="of each link, in either direction, such as 100mbit (default 1gbit)"
@@ -45,7 +41,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run on each host")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,8 @@
-"""``jsparse plan``: predicts what each algorithm costs on a cluster, and names the cheapest."""
+"""``jsparse plan``: predicts what each algorithm costs on a cluster, and names the cheapest.
+
+The model of the network has a latency and a bandwidth. Nothing overlaps: a step is computation,
+selection (sparse algorithms only) and communication, one after the other.
+"""
 
 import argparse
 import inspect
@@ -16,20 +20,14 @@ from .._presets.files import presets
 from .._vector.density import check_density, elements_kept
 from ..bench.command import add_output_options, numbers, output, subplots, whole_number
 
+HELP = "predict what each algorithm costs on a cluster, and name the cheapest one"
 # On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
 MOST_WORKERS = 4096
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "plan",
-        help="predict what each algorithm costs on a cluster, and name the cheapest one",
-        description=__doc__,
-        epilog="The model of the network has a latency and a bandwidth. Nothing overlaps: a step is computation, "
-        "selection (sparse algorithms only) and communication, one after the other.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.add_argument(
         "--parameters", type=whole_number, required=True, metavar="N", help="length of the gradient, such as 25e6"
     )
@@ -69,7 +67,6 @@ def add_parser(commands: Any) -> None:
         help="time that selection adds to a step, in ms (default 0; `jsparse bench select` measures it)",
     )
     add_output_options(parser, plot="communication time against workers")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -44,6 +44,7 @@ from .links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_o
 from .plan import forecast, preset_of
 from .tune_report import draw_times, recommended, show
 
+HELP = "measure this cluster, and choose an algorithm for it"
 # Lengths, in words, of the messages that measure the network.
 PAYLOADS = (1, 2**8, 2**12, 2**16, 2**20)
 
@@ -60,14 +61,8 @@ class Candidate(NamedTuple):
         return describe(self.preset, **self.options)
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "tune",
-        help="measure this cluster, and choose an algorithm for it",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--parameters", type=whole_number, metavar="N", help="length of the gradient, such as 25e6")
     what.add_argument(
@@ -101,7 +96,6 @@ def add_parser(commands: Any) -> None:
         help="file for the choice (default tune.json)",
     )
     add_output_options(parser, plot="the network's samples and the steps' times", figures="all figures")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
