@@ -16,7 +16,7 @@ import rich.table
 
 from .. import cost
 from .._comm.cost import Cost
-from .._presets.files import presets
+from .._presets.files import build, describe, presets
 from .._vector.density import check_density, elements_kept
 from ..bench.command import add_output_options, numbers, output, subplots, whole_number
 
@@ -24,6 +24,14 @@ HELP = "predict what each algorithm costs on a cluster, and name the cheapest on
 # On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
 MOST_WORKERS = 4096
+# Options that are numbers: the name, the default, the unit, and what it says.
+OPTIONS = (
+    ("--latency", 50.0, "US", "latency of a node's link, in µs"),
+    ("--node-bandwidth", 200.0, "GBIT", "bandwidth of each GPU inside a node, in Gbit/s"),
+    ("--node-latency", 5.0, "US", "latency inside a node, in µs"),
+    ("--step-time", 0.0, "MS", "time of a step without communication, in ms"),
+    ("--selection-time", 0.0, "MS", "time that selection adds to a step, in ms, as `jsparse bench select` measures it"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,43 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth", type=float, required=True, metavar="GBIT", help="bandwidth of a node's link, in Gbit/s"
     )
-    parser.add_argument(
-        "--latency", type=float, default=50.0, metavar="US", help="latency of a node's link, in µs (default 50)"
-    )
-    parser.add_argument(
-        "--node-bandwidth",
-        type=float,
-        default=200.0,
-        metavar="GBIT",
-        help="bandwidth of each GPU inside a node, in Gbit/s (default 200)",
-    )
-    parser.add_argument(
-        "--node-latency", type=float, default=5.0, metavar="US", help="latency inside a node, in µs (default 5)"
-    )
-    parser.add_argument(
-        "--step-time",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="time of a step without communication, in ms (default 0)",
-    )
-    parser.add_argument(
-        "--selection-time",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="time that selection adds to a step, in ms (default 0; `jsparse bench select` measures it)",
-    )
+    for option, default, unit, what in OPTIONS:
+        parser.add_argument(option, type=float, default=default, metavar=unit, help=f"{what} (default {default:g})")
     add_output_options(parser, plot="communication time against workers")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    output(args, predict(args), show, draw_times)
-
-
-def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """Predicts from the command's options; returns :func:`forecast`'s figures."""
     if args.step_time < 0 or args.selection_time < 0:
         raise ValueError(
             f"--step-time is {args.step_time} and --selection-time {args.selection_time}; "
@@ -83,7 +61,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         )
     alpha, beta = cost.link(args.bandwidth, args.latency)
     node = cost.Node(args.gpus_per_node, *cost.link(args.node_bandwidth, args.node_latency))
-    return forecast(args.parameters, args.density, args.workers, alpha, beta, node, args.step_time, args.selection_time)
+    times = args.step_time, args.selection_time
+    figures = forecast(args.parameters, args.density, args.workers, alpha, beta, node, *times)
+    output(args, figures, show, draw_times)
 
 
 def forecast(
@@ -175,14 +155,11 @@ def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[C
     found = preset_of(name, density)
     if found is None:
         return None
-    preset, options = presets()[found[0]], found[1]
-    params = jax.ShapeDtypeStruct((n,), jnp.float32)
-    tx: Any
-    if "intra" in inspect.signature(preset).parameters:
-        gpus = min(gpus, workers)
-        tx = preset("nodes", "gpus", **options)
-        return cost.exact(tx, params, (workers // gpus, gpus))
-    return cost.exact(preset("workers", **options), params, workers)
+    preset, options = found
+    tx = build(describe(preset, **options), ("nodes", "gpus"))
+    gpus = min(gpus, workers)
+    size = (workers // gpus, gpus) if len(tx.synchroniser.levels) == 2 else workers
+    return cost.exact(tx, jax.ShapeDtypeStruct((n,), jnp.float32), size)
 
 
 def show(figures: dict[str, Any]) -> None:
