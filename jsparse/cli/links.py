@@ -135,20 +135,12 @@ def measure(mesh: Mesh, axis: str, payloads: Sequence[int], repeats: int, sharin
     """
     comm, size, parted = AxisComm(axis), mesh.shape[axis], PartitionSpec(mesh.axis_names)
 
-    def gathered(x):
-        return comm.all_gather(x)[(comm.rank() + 1) % size]
-
-    def exchanged(x):
-        return comm.all_to_all(x.reshape(size, -1)).reshape(-1)
-
-    def there_and_back(x):
-        return comm.ppermute(comm.ppermute(x, [(0, 1)]), [(1, 0)])
-
+    # Each returns a vector of the operand's length, so that it can be repeated.
     bodies = {
-        "ppermute": there_and_back,
+        "ppermute": lambda x: comm.ppermute(comm.ppermute(x, [(0, 1)]), [(1, 0)]),  # There and back.
         "psum": lambda x: comm.psum(x) / size,
-        "all_gather": gathered,
-        "all_to_all": exchanged,
+        "all_gather": lambda x: comm.all_gather(x)[(comm.rank() + 1) % size],
+        "all_to_all": lambda x: comm.all_to_all(x.reshape(size, -1)).reshape(-1),
     }
 
     def local(body, x, count):
