@@ -62,14 +62,13 @@ def run(args: argparse.Namespace) -> None:
     check_at_least(args, size=1, repeats=1)
     x = jnp.asarray(draw(args.distribution, args.size, args.seed))
     k = elements_kept(args.density, x.shape[0])
-    results = measure(x, k, args.density, args.repeats)
     figures = {
         "size": x.shape[0],
         "k": k,
         "distribution": args.distribution,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "forms": results,
+        "forms": measure(x, k, args.density, args.repeats),
     }
     output(args, figures, show, draw_times)
 

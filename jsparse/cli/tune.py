@@ -174,9 +174,8 @@ def tune(
     between, inside = links[BETWEEN], links.get(INSIDE, Fit(0, 0, 0))
     node = cost.Node(mesh.shape.get(INSIDE, 1), inside.alpha, inside.beta)
     predicted = forecast(n, args.density, mesh.size, between.alpha, between.beta, node, step or 0.0, selection)
-    results = measure_candidates(args, mesh, n, step or 0.0, predicted, tell)
+    results = measure_candidates(args, mesh, predicted, tell)
     chosen = recommended(results)
-    content = chosen["file"]
     figures = {
         "workers": mesh.size,
         "nodes": mesh.shape[BETWEEN],
@@ -193,7 +192,7 @@ def tune(
         "dense_wins": chosen["preset"] in cost.DENSE,
         "times_faster_than_dense": chosen["times_faster_than_dense"],
     }
-    return figures, content
+    return figures, chosen["file"]
 
 
 def model_step(model: str, repeats: int) -> tuple[int, float]:
@@ -209,8 +208,7 @@ def model_step(model: str, repeats: int) -> tuple[int, float]:
     module, _, name = model.partition(":")
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), name)()
-        loss_fn, params, batch = made
+        loss_fn, params, batch = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"--model is {model!r} ({error}); it is MODULE:FUNCTION, a function without arguments that returns "
@@ -265,12 +263,7 @@ def selection_time(mesh: Mesh, n: int, density: float, repeats: int) -> float:
 
 
 def measure_candidates(
-    args: argparse.Namespace,
-    mesh: Mesh,
-    n: int,
-    step: float,
-    predicted: dict[str, Any],
-    tell: Callable[[str, float], None],
+    args: argparse.Namespace, mesh: Mesh, predicted: dict[str, Any], tell: Callable[[str, float], None]
 ) -> list[dict[str, Any]]:
     """Measures the dense algorithms, the most promising sparse ones, and variants of one of them.
 
@@ -279,8 +272,6 @@ def measure_candidates(
     Args:
       args: the command's options.
       mesh: the workers.
-      n: the gradient's length.
-      step: milliseconds of a step without communication.
       predicted: the figures of :func:`.plan.forecast`, whose fastest algorithms are measured.
       tell: as in :func:`tune`.
 
@@ -296,7 +287,7 @@ def measure_candidates(
             sparse.append(Candidate(name, *preset))
     first = [*dense, *sparse[: args.candidates]]
     total, results = len(first) + 3, []
-    acc = gradients(mesh, n)
+    acc = gradients(mesh, predicted["parameters"])
 
     def measured(candidate: Candidate) -> dict[str, Any]:
         tell(candidate.name, 0.35 + 0.65 * len(results) / total)
@@ -307,7 +298,7 @@ def measure_candidates(
             "preset": candidate.preset,
             "file": candidate.content(),
             "synchronisation_ms": {"median": median, "min": min(times), "max": max(times)},
-            "step_ms": step + median,
+            "step_ms": predicted["step_time_ms"] + median,
             "predicted_step_ms": expected.get(candidate.name),
         }
         results.append(result)
