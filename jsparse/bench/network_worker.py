@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._comm.comm import AxisComm
 from .._comm.traffic import traffic
 from .._engine.transform import SparseAllReduce, sync
+from .._train.workers import number_of_workers
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from .alone import Alone
@@ -89,15 +90,10 @@ class Worker:
 
     def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
         """Programs without the network: all computation, and accumulation with selection alone."""
-        sizes = dict(self._mesh.shape)
-
-        def lone(comm: Any) -> Any:
-            axes = (comm.axis,) if isinstance(comm.axis, str) else comm.axis
-            return Alone(int(np.prod([sizes[axis] for axis in axes])))
-
-        alone = tx.synchroniser.over(*map(lone, tx.synchroniser.levels))
-        programs: dict[str, Callable[[], None]] = {}
-        programs["computing"] = Whole(SparseAllReduce.of(alone), self._mesh, self._grads, dense_update=dense_update)
+        sizes = [number_of_workers(self._mesh, comm.axis) for comm in tx.synchroniser.levels]
+        alone = tx.synchroniser.over(*map(Alone, sizes))
+        whole = Whole(SparseAllReduce.of(alone), self._mesh, self._grads, dense_update=dense_update)
+        programs: dict[str, Callable[[], None]] = {"computing": whole}
         if alone.reducer.sparse:
             programs["selection"] = Selecting(alone, [grad.addressable_data(0) for grad in self._grads])
         return programs
