@@ -129,7 +129,8 @@ class Network:
         for holder in self._holders:
             holder.kill()
         for process in (*self._holders, *self._started):
-            with contextlib.suppress(OSError), process:  # Its end closes the pipes, and waits.
+            # Popen's own exit closes the pipes, and waits.
+            with contextlib.suppress(OSError), process:
                 pass
         self._holders, self._started = [], []
 

@@ -103,10 +103,9 @@ def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[s
             / bits_per_second(first["rate"]),
             "memory": first.get("memory"),
         }
-        if "stated_bytes" in first:
+        if "stated_bytes" in first:  # PyTorch's forms state nothing, and have no parts.
             result["stated_bytes"] = statistics.fmean(report["stated_bytes"] for report in told)
             result["least_bytes"], result["most_bytes"] = first["least_bytes"], first["most_bytes"]
-        if "computing_ms" in first:
             computing = statistics.median(slowest(told, "computing_ms"))
             selection = statistics.median(slowest(told, "selection_ms")) if "selection_ms" in first else 0.0
             result["selection_ms"] = selection

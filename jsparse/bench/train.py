@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     if args.net == "vgg16" and args.data not in ("cifar10", "random"):
         raise ValueError(f"vgg16 takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
     if args.data == "random":
-        args.target = None
+        args.target = None  # There is nothing to learn from noise.
     job = TrainJob.chosen(args, [form.name for form in FORMS if not form.levels], DEFAULT)
     count = len(job.images().train_y)
     if count < job.hosts * job.batch:
