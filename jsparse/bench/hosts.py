@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+Process = subprocess.Popen[str]
 INTERFACE = "eth0"
 JAX_PORT, TORCH_PORT = 12321, 12322
 # glibc takes memory in huge pages and keeps freed memory, because every step takes as much again.
@@ -108,8 +109,8 @@ class Network:
             raise ValueError(f"the latency is {latency!r}; write it like 500us or 2ms")
         check_able()
         self.hosts, self._rate, self._latency = hosts, rate, latency
-        self._holders: list[subprocess.Popen[str]] = []
-        self._started: list[subprocess.Popen[str]] = []
+        self._holders: list[Process] = []
+        self._started: list[Process] = []
 
     def __enter__(self) -> "Network":
         try:
@@ -163,7 +164,7 @@ class Network:
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
-    def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    def start(self, rank: int, command: Sequence[str], **options: Any) -> Process:
         """Starts a command on a host, in the current directory; takes ``Popen``'s options."""
         environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
         # To enter the mount namespace is to leave the current directory, so the shell returns to
@@ -185,9 +186,7 @@ class Network:
         self._started.append(process)
         return process
 
-    def run(
-        self, command: Sequence[str], hear: Callable[[int, "subprocess.Popen[str]", str], None], **options: Any
-    ) -> list[int]:
+    def run(self, command: Sequence[str], hear: Callable[[int, Process, str], None], **options: Any) -> list[int]:
         """Runs a command on every host until all have ended; when one fails, kills the others.
 
         Args:
@@ -210,9 +209,9 @@ class Network:
                 process.kill()
 
         processes = [self.start(rank, command, stdout=subprocess.PIPE, **options) for rank in range(self.hosts)]
-        listeners = [threading.Thread(target=listen, args=given, daemon=True) for given in enumerate(processes)]
-        for listener in listeners:
-            listener.start()
+        threads = [threading.Thread(target=listen, args=given, daemon=True) for given in enumerate(processes)]
+        for thread in threads:
+            thread.start()
         while None in [process.poll() for process in processes]:
             if any(process.returncode for process in processes):
                 time.sleep(1)
@@ -221,8 +220,8 @@ class Network:
             time.sleep(0.02)
         # A process that still runs in the background keeps a pipe open.
         patience = time.monotonic() + 5
-        for listener in listeners:
-            listener.join(max(patience - time.monotonic(), 0))
+        for thread in threads:
+            thread.join(max(patience - time.monotonic(), 0))
         if failures:
             raise failures[0]
         return [process.returncode for process in processes]
@@ -267,7 +266,7 @@ class Network:
                 _configure(holder, "ip", [f"route change 10.0.0.0/24 {route} congctl cubic"])
         self.set_rate(self._rate)
 
-    def _shape(self, holder: "subprocess.Popen[str]", interface: str, rate: str, latency: str | None = None) -> None:
+    def _shape(self, holder: Process, interface: str, rate: str, latency: str | None = None) -> None:
         burst = max(LEAST_BURST, round(bits_per_second(rate) / 8 / 1000))
         place = "root handle 1:"
         if latency is not None:
@@ -314,14 +313,14 @@ def run_everywhere(network: Network, command: Sequence[str]) -> list[int]:
     """
     lock = threading.Lock()
 
-    def show(rank: int, process: Any, line: str) -> None:
+    def show(rank: int, process: Process, line: str) -> None:
         with lock:
             print(f"[{rank}] {line.rstrip()}", flush=True)
 
     return network.run(command, show, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 
 
-def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
+def _hold(name: str, hosts: str) -> Process:
     """Starts the process that holds a host's namespaces.
 
     Args:
@@ -340,7 +339,7 @@ def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
     )
 
 
-def _configure(holder: "subprocess.Popen[str]", tool: str, lines: Sequence[str]) -> None:
+def _configure(holder: Process, tool: str, lines: Sequence[str]) -> None:
     """Runs lines of ``ip`` or ``tc`` in the network that a process holds."""
     done = subprocess.run(
         ["nsenter", f"--net=/proc/{holder.pid}/ns/net", tool, "-batch", "-"],
@@ -353,7 +352,7 @@ def _configure(holder: "subprocess.Popen[str]", tool: str, lines: Sequence[str])
         raise ValueError(f"{tool} refused: {done.stderr.strip().splitlines()[0]}")
 
 
-def _kill(process: "subprocess.Popen[str]") -> None:
+def _kill(process: Process) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

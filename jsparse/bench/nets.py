@@ -29,7 +29,8 @@ def vgg16(shape: Sequence[int], width: int, rngs: nnx.Rngs) -> nnx.Module:
 
     It has 14,719,818 parameters, whatever ``width`` is.
     """
-    he, halve = nnx.initializers.he_normal(), functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
+    he = nnx.initializers.he_normal()
+    halve = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
     layers: list[Callable[..., jax.Array]] = []
     inputs = shape[-1]
     for channels in VGG16:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .command import progress_bar
 from .hosts import Network
+from .job import Job
 
 # It marks the reports among the lines that libraries print.
 REPORT = "report "
@@ -32,11 +33,11 @@ def ask_for_rate(rate: str) -> None:
         sys.stdin.readline()
 
 
-def run_workers(job: Any, modules: Sequence[str], total: int) -> list[list[dict[str, Any]]]:
+def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[str, Any]]]:
     """Runs modules on a job's hosts, one after the other, behind a progress bar.
 
     Args:
-      job: says ``hosts`` and ``rates``. It is each module's argument, by ``job.written()``.
+      job: what to do. As JSON it is each module's argument.
       modules: their names, such as ``"jsparse.bench.network_worker"``.
       total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
         none, at the number of reports so far.
@@ -65,7 +66,8 @@ def run_workers(job: Any, modules: Sequence[str], total: int) -> list[list[dict[
                 process.stdin.flush()
                 return
             reports[rank].append(report)
-            progress.update(task, description=report["name"], completed=report.get("done", len(reports[rank])))
+            done = report.get("done", len(reports[rank]))
+            progress.update(task, description=report["name"], completed=done)
 
         for module in modules:
             command = [sys.executable, "-m", module, job.written()]

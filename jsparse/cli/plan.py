@@ -30,7 +30,7 @@ OPTIONS = (
     ("--node-bandwidth", 200.0, "GBIT", "bandwidth of each GPU inside a node, in Gbit/s"),
     ("--node-latency", 5.0, "US", "latency inside a node, in µs"),
     ("--step-time", 0.0, "MS", "time of a step without communication, in ms"),
-    ("--selection-time", 0.0, "MS", "time that selection adds to a step, in ms, as `jsparse bench select` measures it"),
+    ("--selection-time", 0.0, "MS", "time that selection adds to a step, in ms; see `jsparse bench select`"),
 )
 
 
@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", type=float, required=True, metavar="GBIT", help="bandwidth of a node's link, in Gbit/s"
     )
     for option, default, unit, what in OPTIONS:
-        parser.add_argument(option, type=float, default=default, metavar=unit, help=f"{what} (default {default:g})")
+        text = f"{what} (default {default:g})"
+        parser.add_argument(option, type=float, default=default, metavar=unit, help=text)
     add_output_options(parser, plot="communication time against workers")
 
 
