@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 from .._vector.density import check_density
 from .command import check_at_least
@@ -47,8 +47,9 @@ class Job:
             if name not in names:
                 raise ValueError(f"--form is {name!r}; choose from {', '.join(names)}")
         fields = {field.name for field in dataclasses.fields(cls)}
-        options = {name: option for name, option in vars(args).items() if name in fields}
-        return cls(**options | {"forms": forms})
+        options: dict[str, Any] = {name: option for name, option in vars(args).items() if name in fields}
+        options["forms"] = forms
+        return cls(**options)
 
     def written(self) -> str:
         """The job as JSON."""

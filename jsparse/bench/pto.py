@@ -89,7 +89,7 @@ def tasks(comm: Any) -> list[list[Form]]:
             sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
             return jnp.stack([jnp.sqrt(weights / updates) for updates, weights in sums]), state
 
-        return optax.GradientTransformation(lambda params: (), update)
+        return optax.GradientTransformation(lambda params: (), update)  # type: ignore[arg-type]
 
     whole, parts, itself = "each worker", "in parts", Alone(1)
     return [
