@@ -323,6 +323,7 @@ ROWS = [
         Row(f"oktopk-{name}", oktopk_form(**form), oracles.oktopk, sizes, bound=bound, oracle_args=args)
         for name, form, sizes, bound, args in (
             ("owner", {"put_back": "owner"}, (3, 8), oktopk_bound, {"put_back": "owner"}),
+            ("server", {"put_back": "server"}, (3, 8), oktopk_bound, {"put_back": "server"}),
             ("paper-balance", {"balance_above": 4.0}, (8,), None, {}),
             ("direct", {"balance_above": math.inf}, (8,), None, {}),
             ("equal-regions", {"tau_region": None}, (8,), oktopk_bound, {"tau_region": None}),

@@ -385,6 +385,11 @@ def oktopk(
             sent[worker, message] = accs[worker, message]
             occurs[message] = True
     reduced = _ordered_sum(sent)
+    if put_back == "server":
+        for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            joins = start + np.flatnonzero(occurs[start:end] & (sent[owner, start:end] == 0))
+            sent[owner, joins] = accs[owner, joins]
+            reduced[joins] += accs[owner, joins]
     magnitudes = np.abs(reduced)
     if put_back == "senders":
         # Sums that cancel are named in turns, as if they were the region's largest.
@@ -410,7 +415,7 @@ def oktopk(
     delivered[:, chosen] = sent[:, chosen]
     total = np.zeros(n, accs.dtype)
     total[chosen] = reduced[chosen]
-    if put_back == "owner":
+    if put_back != "senders":
         delivered = sent
         for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
             delivered[owner, start:end] -= (reduced - total)[start:end]

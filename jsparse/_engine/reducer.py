@@ -136,7 +136,8 @@ class Selecting(Reducer):
         acc, x, selected = self.select.accumulate_and_select(pending, state.select, step, comm.rank())
         left = selected.selected[0] - x.count
         x = x.where(keep)
-        total, delivered, reduced = self.allreduce(comm, x, state.reduce, step=step, wire=self.wire.at(step))
+        held = {"held": acc} if self.allreduce.takes_held else {}
+        total, delivered, reduced = self.allreduce(comm, x, state.reduce, step=step, wire=self.wire.at(step), **held)
         told = self.allreduce.report(reduced)
         counts = Counts(
             selected.selected[0],

@@ -71,7 +71,7 @@ def oktopk(
     tau_threshold: int = 32,
     tau_region: int | None = 1,
     split: Literal["all_to_all", "rotate"] = "all_to_all",
-    put_back: Literal["senders", "owner"] = "senders",
+    put_back: Literal["senders", "owner", "server"] = "senders",
     **options: Unpack[Options],
 ) -> SparseAllReduce:
     """Ok-Topk: nearly the k largest elements of the sum of the workers' top-k.

@@ -32,10 +32,16 @@ class AllReduce:
       sparse: whether it sums sparse vectors. If so, it needs a selector.
       unbiased: whether it rounds at random, so that its result is right in expectation.
       staleness: by how many steps its sums are late.
+      takes_held: whether its call takes ``held``, this worker's whole vector, shape ``(n,)``, from
+        which ``x`` was selected.
     """
 
     sparse: ClassVar[bool] = True
     staleness = 0
+
+    @property
+    def takes_held(self) -> bool:
+        return False
 
     @property
     def unbiased(self) -> bool:

@@ -244,7 +244,7 @@ def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Arr
     amount = jax.vmap(lambda d: _scaled(surplus, d, jnp.sum(deficit)), out_axes=1)(deficit)
     ends = [jnp.cumsum(left, dtype=jnp.int32) for left in (surplus - amount.sum(1), deficit - amount.sum(0))]
     begins = [jnp.append(0, end[:-1]) for end in ends]
-    overlap = jnp.minimum(ends[0][:, None], ends[1]) - jnp.maximum(begins[0][:, None], begins[1])
+    overlap = jnp.minimum(ends[0][:, None], ends[1][None]) - jnp.maximum(begins[0][:, None], begins[1][None])
     amount += jnp.maximum(overlap, 0)
     return share + jnp.cumsum(amount, axis=1, dtype=jnp.int32) - amount, amount
 

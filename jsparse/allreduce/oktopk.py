@@ -91,7 +91,8 @@ class OkTopk(AllReduce):
       put_back: who keeps a sum that does not reach the global threshold. ``"senders"`` is the
         paper's rule: each worker that sent a part of it puts this part back into its residual.
         With ``"owner"`` the worker that owns the region takes over the whole sum into its own
-        residual. Both send the same bytes and lose nothing.
+        residual. With ``"server"``, in addition, what an owner holds at the indices that arrive
+        joins their sums. All send the same bytes and lose nothing.
       room: the longest message of a region, in k/P, from 1 to 2. What does not fit waits in the
         residual, in turns. None stands for ``1.25 + log2(P) / 8``, at most 2, since more regions
         are less alike.
@@ -113,7 +114,7 @@ class OkTopk(AllReduce):
     tau_threshold: int = 32
     tau_region: int | None = 1
     split: Literal["all_to_all", "rotate"] = "all_to_all"
-    put_back: Literal["senders", "owner"] = "senders"
+    put_back: Literal["senders", "owner", "server"] = "senders"
     room: float | None = None
     correct: bool = True
     balance_above: float | None = None
@@ -124,19 +125,30 @@ class OkTopk(AllReduce):
             check_steps("tau_region", self.tau_region)
         if self.split not in ("all_to_all", "rotate"):
             raise ValueError(f'split is {self.split!r}; choose "all_to_all" or "rotate"')
-        if self.put_back not in ("senders", "owner"):
-            raise ValueError(f'put_back is {self.put_back!r}; choose "senders" or "owner"')
+        if self.put_back not in ("senders", "owner", "server"):
+            raise ValueError(f'put_back is {self.put_back!r}; choose "senders", "owner" or "server"')
         if self.room is not None and not 1 <= self.room <= 2:
             raise ValueError(f"room is {self.room}; choose a multiple of k/P, from 1 to 2, or None")
         if self.balance_above is not None and not self.balance_above >= 1:
             raise ValueError(f"balance_above is {self.balance_above}; choose a multiple of k/P, at least 1, or None")
+
+    @property
+    def takes_held(self) -> bool:
+        return self.put_back == "server"
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> OkTopkState:
         none = jnp.zeros(1, jnp.int32)
         return OkTopkState(_even_regions(n, size), jnp.zeros(1, dtype), none, none)
 
     def __call__(
-        self, comm: Comm, x: SparseVector, state: OkTopkState, *, step: jax.Array, wire: Messages
+        self,
+        comm: Comm,
+        x: SparseVector,
+        state: OkTopkState,
+        *,
+        step: jax.Array,
+        wire: Messages,
+        held: jax.Array | None = None,
     ) -> tuple[SparseVector, SparseVector, OkTopkState]:
         k, size = x.capacity, comm.size
         share = -(-k // size)
@@ -151,6 +163,14 @@ class OkTopk(AllReduce):
         sent, reduced, cut = _split_and_reduce(
             comm, x, starts, cuts, room, rotate=self.split == "rotate", step=step, wire=wire
         )
+        delivered = sent
+        if held is not None:
+            # What this worker sent to itself is in the sum already.
+            own = jax.tree.map(lambda runs: runs[comm.rank()], sent)
+            joins = ~bitmap.contains(own.union(), reduced.indices)
+            values = jnp.where(joins, held.at[reduced.indices].get(mode="fill", fill_value=0), 0)
+            reduced = SparseVector(reduced.values + values, reduced.indices, x.n)
+            delivered = delivered.followed_by(SparseVector(values, reduced.indices, x.n))
         # Lines 9-12.
         candidates = _name_cancelled(reduced, share, step) if self.put_back == "senders" else reduced.values
         if k < x.n:
@@ -174,12 +194,11 @@ class OkTopk(AllReduce):
         )
         # Line 14.
         reached = total.union()
-        delivered = sent
-        if self.put_back == "owner":
+        if self.put_back == "senders":
+            delivered = delivered.where(bitmap.contains(reached, delivered.indices))
+        else:
             over = reduced.where(~bitmap.contains(reached, reduced.indices))
             delivered = delivered.followed_by(SparseVector(-over.values, over.indices, x.n))
-        else:
-            delivered = delivered.where(bitmap.contains(reached, delivered.indices))
         if rounding is not None:
             delivered = delivered.followed_by(rounding.where(bitmap.contains(reached, rounding.indices)))
         if cut.shape[-1]:
