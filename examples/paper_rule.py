@@ -34,7 +34,7 @@ from flax import nnx
 import jsparse
 from examples.train import ConvNet
 from jsparse.bench.images import load_images
-from jsparse.bench.nets import Dense
+from jsparse.bench.nets import dense
 
 FIRST = 10  # The first steps do not count: the residuals are still empty.
 LAST = 50
@@ -68,11 +68,10 @@ class LanguageModel(nnx.Module):
 
 
 def image_task(name: str, workers: int, args: argparse.Namespace, rng: np.random.Generator) -> Task:
-    """The demo's net or a dense one on the digits, or FNN-3 on MNIST."""
+    """The demo's net or a dense one on the digits, or the same dense one on MNIST (FNN-3)."""
     images = load_images("mnist" if name == "mnist" else "digits", args.data_dir and args.data_dir / "mnist")
     shape, rngs = images.train_x.shape[1:], nnx.Rngs(args.seed)
-    widths = {"mnist": (200, 200), "mlp": (200, 184)}
-    net = ConvNet(*shape, rngs=rngs) if name == "demo" else Dense(shape, widths[name], rngs)
+    net = ConvNet(*shape, rngs=rngs) if name == "demo" else dense(shape, 200, rngs)
     # With unlike data a worker has images of two classes only.
     places = np.arange(len(images.train_y))
     classes = [(2 * worker % 10, (2 * worker + 1 + worker // 5) % 10) for worker in range(workers)]
