@@ -377,11 +377,13 @@ def oktopk(
     sent = np.zeros_like(accs)
     occurs = np.zeros(n, bool)
     for worker, indices in enumerate(local):
-        for start, end in zip(starts, ends, strict=True):
+        for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
             message = indices[(indices >= start) & (indices < end)]
-            if len(message) > room:
-                first = (step * room) % len(message)
-                message = np.roll(message, -first)[:room]
+            # An owner that takes sums over holds many elements of its region, which it need not send.
+            most = k if owner == worker and put_back != "senders" else room
+            if len(message) > most:
+                first = (step * most) % len(message)
+                message = np.roll(message, -first)[:most]
             sent[worker, message] = accs[worker, message]
             occurs[message] = True
     reduced = _ordered_sum(sent)

@@ -160,13 +160,14 @@ class OkTopk(AllReduce):
             starts = comm.switch((step == 0).astype(jnp.int32), first)
         # Line 8.
         room = min(k, math.ceil((self.room or min(2, 1.25 + math.log2(size) / 8)) * share))
-        sent, reduced, cut = _split_and_reduce(
-            comm, x, starts, cuts, room, rotate=self.split == "rotate", step=step, wire=wire
+        own_room = room if self.put_back == "senders" else k
+        sent, own, reduced, cut = _split_and_reduce(
+            comm, x, starts, cuts, (room, own_room), rotate=self.split == "rotate", step=step, wire=wire
         )
-        delivered = sent
+        delivered = sent.followed_by(own)
+        overflowed = x.count - delivered.count
         if held is not None:
-            # What this worker sent to itself is in the sum already.
-            own = jax.tree.map(lambda runs: runs[comm.rank()], sent)
+            # What this worker itself selected is in the sum already.
             joins = ~bitmap.contains(own.union(), reduced.indices)
             values = jnp.where(joins, held.at[reduced.indices].get(mode="fill", fill_value=0), 0)
             reduced = SparseVector(reduced.values + values, reduced.indices, x.n)
@@ -203,7 +204,6 @@ class OkTopk(AllReduce):
             delivered = delivered.followed_by(rounding.where(bitmap.contains(reached, rounding.indices)))
         if cut.shape[-1]:
             starts = jnp.where((step + 1) % self.tau_region == 0, cut[:, 0], starts)
-        overflowed = x.count - jnp.sum(sent.count, dtype=jnp.int32)
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
     def report(self, state: OkTopkState) -> ReduceReport:
@@ -231,12 +231,12 @@ def _split_and_reduce(
     x: SparseVector,
     starts: jax.Array,
     cuts: jax.Array,
-    room: int,
+    rooms: tuple[int, int],
     *,
     rotate: bool,
     step: jax.Array,
     wire: Messages,
-) -> tuple[SparseVector, SparseVector, jax.Array]:
+) -> tuple[SparseVector, SparseVector, SparseVector, jax.Array]:
     """Sends each region's elements to its owner, and sums what arrives (line 8).
 
     Args:
@@ -244,41 +244,49 @@ def _split_and_reduce(
       x: this worker's elements, one run.
       starts: int32, shape ``(P,)``: where the regions begin.
       cuts: int32, shape ``(P, 0)`` or ``(P, 1)``: what goes to each owner beside its elements.
-      room: the most elements that go to an owner.
+      rooms: the most elements that go to another worker, and that this worker keeps of its own
+        region. Those are not sent.
       rotate: whether to make P-1 shifted exchanges.
       step: int32 scalar, alike on all workers.
       wire: the layout of the messages.
 
     Returns:
-      This worker's elements as others read them, a run for each region; the sum over its own
-      region, one run; and the mean of the cuts that it received.
+      This worker's elements as others read them, a run for each region; those of its own region,
+      one run; the sum over its own region, one run; and the mean of the cuts that it received.
     """
+    rank, size, (room, own_room) = comm.rank(), comm.size, rooms
     edges = jnp.searchsorted(x.indices, jnp.append(starts, x.n)).astype(jnp.int32)
-    sent = x.window(edges[:-1], edges[1:] - edges[:-1], room, bitmap.turn(step, room))
+    begins, lengths = edges[:-1], edges[1:] - edges[:-1]
+    own = x.window(begins[rank], lengths[rank], own_room, bitmap.turn(step, own_room))
+    sent = x.window(begins, lengths.at[rank].set(0), room, bitmap.turn(step, room))
     messages = wire.encode(sent)
     sent = wire.as_read(sent, messages)
-    length, size = messages.shape[1], comm.size
+    words = messages.shape[1]
     messages = jnp.concatenate([messages, cuts], axis=1)
+    union = own.union()
     if not rotate:
         messages = comm.all_to_all(messages)
-        runs, union = wire.decode(messages[:, :length], room, x.n, x.values.dtype), None
+        runs = wire.decode(messages[:, :words], room, x.n, x.values.dtype)
+        union = runs.union(union)
     else:
         # In the s-th exchange worker i sends to i + s (the paper's destination rotation). The
         # union takes up what has arrived while the next exchange is under way.
-        rank, union, arrived = comm.rank(), None, []
+        arrived = []
         for shift in range(size):
             message = messages[(rank + shift) % size]
             if shift:
                 message = comm.ppermute(message, [(source, (source + shift) % size) for source in range(size)])
-            run = wire.decode(message[:length], room, x.n, x.values.dtype)
+            run = wire.decode(message[:words], room, x.n, x.values.dtype)
             union = run.union(union)
             arrived.append((run, message))
         by_rank = (rank - lax.iota(jnp.int32, size)) % size
         runs, messages = jax.tree.map(lambda *each: jnp.stack(each)[by_rank], *arrived)
-    cuts = messages[:, length:]
+    # This worker's own row is empty.
+    reduced = runs.merge(own, union=union, capacity=(size - 1) * room + own_room)
+    cuts = messages[:, words:]
     # A sum of quotients and remainders. The sum itself would overflow from P * n = 2**31 on.
     mean = jnp.sum(cuts // size, axis=0) + jnp.sum(cuts % size, axis=0) // size
-    return sent, runs.merge(union), mean
+    return sent, own, reduced, mean
 
 
 def _name_cancelled(reduced: SparseVector, share: int, step: jax.Array) -> jax.Array:
