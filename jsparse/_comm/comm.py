@@ -18,51 +18,46 @@ class Comm(Protocol):
 
     All workers must call all methods, in the same order. Inside a branch, a method may be called
     only if all workers take that branch.
+
+    A class that inherits from this one defines ``size``, ``rank`` and the collectives. The other
+    methods suit workers of which types tell nothing.
     """
 
     @property
     def size(self) -> int:
         """P, the number of workers."""
-        ...
 
     @property
     def typed(self) -> bool:
         """Whether the types of arrays tell what is alike on all workers."""
-        ...
+        return False
 
     def rank(self) -> jax.Array:
         """This worker's number, from 0: int32 scalar."""
-        ...
 
     def psum(self, x: jax.Array) -> jax.Array:
         """The sum over workers, with the same bits on all of them."""
-        ...
 
     def pmax(self, x: jax.Array) -> jax.Array:
         """The maximum over workers."""
-        ...
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Every worker's ``x``, stacked by rank: shape ``(P, *x.shape)``."""
-        ...
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """Exchanges rows: row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``.
 
         Row ``j`` of the result comes from worker ``j``.
         """
-        ...
 
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         """Sums ``x``, shape ``(P, ...)``, over workers. Worker ``i`` gets row ``i`` of the sum."""
-        ...
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
         """Sends ``x`` from the first of each pair of ranks to the second.
 
         A worker that receives nothing gets zeros.
         """
-        ...
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
         """Runs one branch, the same on every worker, so that branches may communicate.
@@ -73,19 +68,19 @@ class Comm(Protocol):
           replicated: whether the results of the branches are alike on all workers, and typed so if
             types tell.
         """
-        ...
+        return lax.switch(index, branches)
 
     def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
         """Runs ``body(i, carry)`` ``count`` times. The carry is alike on all workers."""
-        ...
+        return lax.fori_loop(0, count, body, start)
 
     def varying(self, tree: T) -> T:
         """The same values, typed as differing between workers if types tell."""
-        ...
+        return tree
 
     def may_differ(self, x: jax.Array) -> bool:
         """False if types tell that ``x`` is alike on all workers."""
-        ...
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +129,7 @@ class AxisComm:
         return lax.psum_scatter(self.varying(x), self.axis)
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        if self._names <= set(manual):
+        if set(axes_of(self)) <= set(jax.sharding.get_abstract_mesh().manual_axes):
             return lax.ppermute(self.varying(x), self.axis, perm)
         # vmap wants every worker to send and to receive: workers outside all pairs do so among
         # themselves.
@@ -173,10 +167,6 @@ class AxisComm:
 
     def may_differ(self, x: jax.Array) -> bool:
         return self._axes <= varying_axes(x)
-
-    @property
-    def _names(self) -> set[str]:
-        return {self.axis} if isinstance(self.axis, str) else set(self.axis)
 
     @property
     def _axes(self) -> frozenset[str]:

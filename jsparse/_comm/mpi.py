@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-T = TypeVar("T")
+from .comm import Comm
 
 # The types that MPI sends. Arrays of other types are sent as integers of the same width.
 SENT = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)) + (
@@ -30,7 +30,7 @@ an empty folder for the build, and take the folder of that nvcc off the PATH"""
 
 
 @dataclasses.dataclass(frozen=True)
-class MpiComm:
+class MpiComm(Comm):
     """A :class:`Comm` for ``mpirun -n P``: each process of an MPI communicator is a worker.
 
     Every process has its own arrays, on one device, and calls ``tx.init`` and ``tx.update`` in a
@@ -78,11 +78,6 @@ class MpiComm:
     def size(self) -> int:
         """P, the number of processes."""
         return self.communicator.Get_size()
-
-    @property
-    def typed(self) -> bool:
-        """False: types do not tell whether processes have the same values."""
-        return False
 
     def rank(self) -> jax.Array:
         """This process's number, from 0: int32 scalar.
@@ -169,24 +164,6 @@ class MpiComm:
         send = functools.partial(mpi4jax().sendrecv, source=source, dest=dest, comm=self.communicator)
         arrived = _as_bits(lambda bits: send(bits, bits), x)
         return jnp.zeros_like(arrived) if source == nobody else arrived
-
-    def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
-        """Runs one branch, the same on every process (so that branches may communicate)."""
-        del replicated
-        return lax.switch(index, branches)
-
-    def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
-        """Runs ``body(i, carry)`` ``count`` times."""
-        return lax.fori_loop(0, count, body, start)
-
-    def varying(self, tree: T) -> T:
-        """The same values."""
-        return tree
-
-    def may_differ(self, x: jax.Array) -> bool:
-        """True: types do not tell whether processes have the same values."""
-        del x
-        return True
 
 
 def mpi4jax() -> Any:
