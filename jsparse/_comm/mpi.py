@@ -12,13 +12,6 @@ from jax import lax
 
 from .comm import Comm
 
-# The types that MPI sends. Arrays of other types are sent as integers of the same width.
-SENT = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)) + (
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
 # Up to so many bytes a sum takes one all-gather instead of an all-to-all and an all-gather.
 SMALL = 1024
 INSTALL = """\
@@ -161,8 +154,7 @@ class MpiComm(Comm):
         source = next((source for source, target in perm if target == rank), nobody)
         # All processes make the call, even those that neither send nor receive: they run one
         # program.
-        send = functools.partial(mpi4jax().sendrecv, source=source, dest=dest, comm=self.communicator)
-        arrived = _as_bits(lambda bits: send(bits, bits), x)
+        arrived = _as_bits(lambda bits: mpi4jax().sendrecv(bits, bits, source, dest, comm=self.communicator), x)
         return jnp.zeros_like(arrived) if source == nobody else arrived
 
 
@@ -195,19 +187,19 @@ def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if x.dtype == bool:
         return send(x.astype(jnp.uint8)).astype(bool)
-    if x.dtype.name in SENT:
-        return send(x)
     bits = jax.dtypes.itemsize_bits(x.dtype)
     if bits % 8:
         raise ValueError(f"an array has type {x.dtype}, of {bits} bits; MPI sends whole bytes: convert it to int8")
+    # MPI has all integers, and floats from 32 bits on. Others are sent as integers of that width.
+    if jnp.issubdtype(x.dtype, jnp.integer) or bits >= 32:
+        return send(x)
     return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, f"uint{bits}")), x.dtype)
 
 
 def _sum(rows: jax.Array) -> jax.Array:
     """The sum of the rows in their order; narrow floats are summed in float32."""
-    wide = rows
-    if jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4:
-        wide = rows.astype(jnp.float32)
+    floats = jnp.issubdtype(rows.dtype, jnp.floating)
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if floats else rows
     return functools.reduce(jnp.add, list(wide)).astype(rows.dtype)
 
 
