@@ -35,11 +35,8 @@ class AllReduce:
     """
 
     sparse: ClassVar[bool] = True
+    unbiased = False
     staleness = 0
-
-    @property
-    def unbiased(self) -> bool:
-        return False
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
         """Makes the state for vectors of length ``n`` among ``size`` workers.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,9 @@ class Quantizer(Protocol):
       unbiased: whether the expectation of the decoded values is the encoded values.
     """
 
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def elementwise(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    lossless: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         """Encodes values as a message of int32 words.
@@ -45,31 +37,23 @@ class Quantizer(Protocol):
           values: float32 or float64, shape ``(m,)``.
           key: a random key, for quantizers that draw random numbers.
         """
-        ...
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
         """Decodes the ``m`` values of a message, in the type ``dtype``."""
-        ...
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         """The length in words of a message of ``m`` values of ``dtype``.
 
         ``decode`` reads only this many words of a longer message.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Quantizer):
     """Sends values as they are, lossless: 4 bytes each for float32, 8 bytes for float64."""
 
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def elementwise(self) -> bool:
-        return True
+    lossless = True
+    elementwise = True
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(values, jnp.int32).reshape(-1)

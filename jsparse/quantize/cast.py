@@ -15,11 +15,8 @@ from ._base import Quantizer
 class _Cast(Quantizer):
     """Rounds each value to the nearest value of a narrow type, and packs two in a word."""
 
+    elementwise = True
     dtype: ClassVar[Any]
-
-    @property
-    def elementwise(self) -> bool:
-        return True
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         most = jnp.finfo(self.dtype).max.astype(values.dtype)

@@ -22,13 +22,8 @@ class Full(Wire):
     (4,)
     """
 
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def elementwise(self) -> bool:
-        return True
+    lossless = True
+    elementwise = True
 
     def encode(self, x: SparseVector, step: jax.Array) -> jax.Array:
         values = lax.bitcast_convert_type(x.values, jnp.int32)
