@@ -185,15 +185,13 @@ def _everyone() -> Any:
 def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """``send(x)``, where the array is sent in a type that MPI has."""
     x = jnp.asarray(x)
-    if x.dtype == bool:
-        return send(x.astype(jnp.uint8)).astype(bool)
     bits = jax.dtypes.itemsize_bits(x.dtype)
     if bits % 8:
         raise ValueError(f"an array has type {x.dtype}, of {bits} bits; MPI sends whole bytes: convert it to int8")
     # MPI has all integers, and floats from 32 bits on. Others are sent as integers of that width.
     if jnp.issubdtype(x.dtype, jnp.integer) or bits >= 32:
         return send(x)
-    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, f"uint{bits}")), x.dtype)
+    return send(x.view(f"uint{bits}")).view(x.dtype)
 
 
 def _sum(rows: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 WORD = 32
@@ -56,12 +55,10 @@ class Exact(Quantizer):
     elementwise = True
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(values, jnp.int32).reshape(-1)
+        return values.view(jnp.int32)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        width = jnp.dtype(dtype).itemsize // 4
-        message = message[: width * m]
-        return lax.bitcast_convert_type(message.reshape(m, width) if width > 1 else message, dtype)
+        return message[: self.words(m, dtype)].view(dtype)
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return m * jnp.dtype(dtype).itemsize // 4
@@ -94,12 +91,12 @@ def pack_digits(digits: jax.Array, base: int) -> jax.Array:
     total = stretches[0]
     for i in range(1, stretches.shape[0]):
         total = total + stretches[i] * jnp.uint32(base**i)
-    return lax.bitcast_convert_type(total, jnp.int32)
+    return total.view(jnp.int32)
 
 
 def unpack_digits(words: jax.Array, m: int, base: int) -> jax.Array:
     """Unpacks the ``m`` digits of words that :func:`pack_digits` made: int32, shape ``(m,)``."""
-    rest, stretches = lax.bitcast_convert_type(words[: packed_words(m, base)], jnp.uint32), []
+    rest, stretches = words[: packed_words(m, base)].view(jnp.uint32), []
     for _ in range(digits_in_word(base)):
         stretches.append((rest % base).astype(jnp.int32))
         rest = rest // base
@@ -152,15 +149,13 @@ class Scaled:
           digits: shape ``(buckets, bucket)``.
           m: the number of values.
         """
-        head = lax.bitcast_convert_type(scales, jnp.int32).reshape(-1)
-        return jnp.concatenate([head, pack_digits(digits.reshape(-1)[:m], self.base)])
+        return jnp.concatenate([scales.view(jnp.int32), pack_digits(digits.reshape(-1)[:m], self.base)])
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Decodes ``(scales, digits)``, of shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
         count = buckets(m, self.bucket)
         head = count * jnp.dtype(dtype).itemsize // 4
-        scales = Exact().decode(message[:head], count, dtype)
-        return scales[:, None], in_buckets(unpack_digits(message[head:], m, self.base), self.bucket)
+        return message[:head].view(dtype)[:, None], in_buckets(unpack_digits(message[head:], m, self.base), self.bucket)
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return buckets(m, self.bucket) * jnp.dtype(dtype).itemsize // 4 + packed_words(m, self.base)
