@@ -115,8 +115,7 @@ class MpiComm(Comm):
             return mpi4jax().allreduce(x, _mpi().SUM, comm=self.communicator) if x.size else x
         if x.nbytes <= SMALL:
             return _sum(self.all_gather(x))
-        part = -(-x.size // self.size)
-        parts = jnp.pad(x.reshape(-1), (0, part * self.size - x.size)).reshape(self.size, part)
+        parts = jnp.pad(x.reshape(-1), (0, -x.size % self.size)).reshape(self.size, -1)
         return self.all_gather(self.psum_scatter(parts)).reshape(-1)[: x.size].reshape(x.shape)
 
     def pmax(self, x: jax.Array) -> jax.Array:
