@@ -153,7 +153,8 @@ class MpiComm(Comm):
         source = next((source for source, target in perm if target == rank), nobody)
         # All processes make the call, even those that neither send nor receive: they run one
         # program.
-        arrived = _as_bits(lambda bits: mpi4jax().sendrecv(bits, bits, source, dest, comm=self.communicator), x)
+        send = functools.partial(mpi4jax().sendrecv, source=source, dest=dest, comm=self.communicator)
+        arrived = _as_bits(lambda bits: send(bits, bits), x)
         return jnp.zeros_like(arrived) if source == nobody else arrived
 
 

@@ -160,7 +160,8 @@ def all_gather(comm: Comm, tree: Any) -> Any:
     """Every worker's arrays, each stacked by rank, in one message: shapes ``(P, *shape)``."""
     unit = unit_of(tree)
     message = join_bits(tree, unit)
-    return split_bits(comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit), tree, unit)
+    everyone = comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit)
+    return split_bits(everyone, tree, unit)
 
 
 def unit_of(tree: Any) -> jnp.dtype:

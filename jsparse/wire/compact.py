@@ -68,7 +68,8 @@ class Compact(Wire):
         upper = bitmap.mark(jnp.zeros(_upper_words(x.capacity, x.n, low), jnp.uint32), places)
         # The random numbers depend on the values as well, so workers that send equal runs send
         # equal bits.
-        key = key_of(getattr(self.values, "seed", 0), step, jnp.sum(x.values.view(jnp.uint32), dtype=jnp.uint32))
+        total = jnp.sum(x.values.view(jnp.uint32), dtype=jnp.uint32)
+        key = key_of(getattr(self.values, "seed", 0), step, total)
         values = self.values.encode(x.values, key)
         return jnp.concatenate([upper.view(jnp.int32), *fields, values])
 
