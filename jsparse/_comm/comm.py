@@ -26,6 +26,7 @@ class Comm(Protocol):
     @property
     def size(self) -> int:
         """P, the number of workers."""
+        ...
 
     @property
     def typed(self) -> bool:
@@ -34,30 +35,37 @@ class Comm(Protocol):
 
     def rank(self) -> jax.Array:
         """This worker's number, from 0: int32 scalar."""
+        ...
 
     def psum(self, x: jax.Array) -> jax.Array:
         """The sum over workers, with the same bits on all of them."""
+        ...
 
     def pmax(self, x: jax.Array) -> jax.Array:
         """The maximum over workers."""
+        ...
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Every worker's ``x``, stacked by rank: shape ``(P, *x.shape)``."""
+        ...
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """Exchanges rows: row ``i`` of ``x``, shape ``(P, ...)``, goes to worker ``i``.
 
         Row ``j`` of the result comes from worker ``j``.
         """
+        ...
 
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         """Sums ``x``, shape ``(P, ...)``, over workers. Worker ``i`` gets row ``i`` of the sum."""
+        ...
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
         """Sends ``x`` from the first of each pair of ranks to the second.
 
         A worker that receives nothing gets zeros.
         """
+        ...
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
         """Runs one branch, the same on every worker, so that branches may communicate.

@@ -35,15 +35,18 @@ class Quantizer(Protocol):
           values: float32 or float64, shape ``(m,)``.
           key: a random key, for quantizers that draw random numbers.
         """
+        ...
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
         """Decodes the ``m`` values of a message, in the type ``dtype``."""
+        ...
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         """The length in words of a message of ``m`` values of ``dtype``.
 
         ``decode`` reads only this many words of a longer message.
         """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
