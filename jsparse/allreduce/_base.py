@@ -37,15 +37,9 @@ class AllReduce:
     """
 
     sparse: ClassVar[bool] = True
+    unbiased = False
     staleness = 0
-
-    @property
-    def takes_held(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    takes_held = False
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
         """Makes the state for vectors of length ``n`` among ``size`` workers.
