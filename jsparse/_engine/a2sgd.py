@@ -14,8 +14,8 @@ from kernels_pallas import varying_as
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.layout import Layout
-from .agreement import check, check_floats, varying_over
-from .outcome import begin, finish_report, report_of
+from .agreement import check, varying_over
+from .outcome import begin
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
@@ -46,13 +46,12 @@ class TwoMeans(Synchroniser):
         return dataclasses.replace(self, comm=comms[0])
 
     def init(self, params: Any) -> SparseAllReduceState:
-        check_floats(params)
         return begin(self, (), ())
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
         comm = Metered(self.comm)
-        check([comm], grads, state, tuple)
+        check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
         layout, groups, bad = Layout.of(leaves), self._groups(leaves), jnp.array(False)
         if groups:
@@ -62,9 +61,10 @@ class TwoMeans(Synchroniser):
             for ids, mine, (plus, minus) in zip(groups, own, shared - own, strict=True):
                 for i in ids:
                     leaves[i] = jnp.where(bad, jnp.nan, _corrected(leaves[i], mine, plus, minus))
-        everything = jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max))
-        told = report_of((), (), everything)._replace(delivered=everything[None])
-        report = finish_report(told, state.report, bad, [(comm.words, comm.messages)])
+        everything = jnp.where(bad, 0, jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max)))[None]
+        report = state.report._replace(
+            delivered=everything, updated=everything, words=comm.words[None], messages=comm.messages[None]
+        )
         after = state._replace(step=state.step + jnp.where(bad, 0, 1), report=report)
         return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
 

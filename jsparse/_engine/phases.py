@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
-from .._vector.buckets import Bucket
 from .._vector.density import check_steps
-from .agreement import agree, check, check_floats, varying_over
+from .agreement import agree, check, varying_over
 from .memory import NoMemory
-from .outcome import Outcome, begin, conclude, thresholds_of
+from .outcome import conclude
 from .state import BucketState, SparseAllReduceState
 from .synchroniser import Composition, Means, Synchroniser
 from .transform import SparseAllReduce
@@ -60,48 +59,42 @@ class Phased(Synchroniser):
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 
-    def first(self, buckets: Sequence[Bucket]) -> tuple[BucketState, ...]:
-        """The buckets' states before the first step: one memory, and every phase's reducer."""
-        each = [stage.first(buckets) for stage in self.stages]
-        return tuple(
-            BucketState(bucket.memory, tuple(states[i].reducer for states in each))
-            for i, bucket in enumerate(self.shared.first(buckets))
-        )
-
     def init(self, params: Any) -> SparseAllReduceState:
-        check_floats(params)
-        buckets = self.space.buckets(jax.tree.leaves(params))
-        return begin(self, self.first(buckets), thresholds_of(buckets, self.shared.selects(buckets)))
+        """The state before the first step: one memory, and every phase's reducer."""
+        shared = self.shared.init(params)
+        each = zip(*(stage.init(params).buckets for stage in self.stages), strict=True)
+        buckets = [
+            BucketState(bucket.memory, tuple(own.reducer for own in stages))
+            for bucket, stages in zip(shared.buckets, each, strict=True)
+        ]
+        return shared._replace(buckets=tuple(buckets))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
-        levels = [Metered(comm) for comm in self.levels]
-        further = [Metered(comm) for comm in self.agree_over]
+        check(self, grads, state)
+        everyone = [Metered(comm) for comm in (*self.levels, *self.agree_over)]
         leaves, treedef = jax.tree.flatten(grads)
         buckets = self.space.buckets(leaves)
-        check(levels, grads, state, functools.partial(self.first, buckets))
-        told = self.shared.selects(buckets)
-        given = self.shared.prepare(levels, grads)
-        step, bad = agree([*levels, *further], state.step[0], given)
+        given = self.memory.prepare(leaves, self.shared.workers)
+        step, bad = agree(everyone, state.step[0], given)
 
         def run(number: int) -> tuple[list[jax.Array], Any]:
             stage, inside = self.stages[number], [Metered(comm) for comm in self.levels]
             before = [BucketState(bucket.memory, bucket.reducer[number]) for bucket in state.buckets]
-            outcome = stage.synchronise(
-                inside, buckets, given, before, [bad] * len(buckets), step - self.starts[number], told
-            )
-            means = Means(buckets, outcome.quotients, bad).leaves(leaves)
-            after = [
-                BucketState(new.memory, (*old.reducer[:number], new.reducer, *old.reducer[number + 1 :]))
-                for new, old in zip(outcome.states, state.buckets, strict=True)
-            ]
+            left_out = [bad] * len(buckets)
+            outcomes = stage.synchronise(inside, buckets, given, before, left_out, step - self.starts[number])
+            means = Means(buckets, [outcome.quotient for outcome in outcomes], bad).leaves(leaves)
+            after = []
+            for outcome, old in zip(outcomes, state.buckets, strict=True):
+                reducers = (*old.reducer[:number], outcome.state.reducer, *old.reducer[number + 1 :])
+                after.append(outcome._replace(quotient=None, state=BucketState(outcome.state.memory, reducers)))
             sent = [(level.words, level.messages) for level in inside]
-            return means, varying_over(levels, (outcome._replace(quotients=[], states=after), sent))
+            return means, varying_over(self.levels, (after, sent))
 
         now = sum((step >= start for start in self.starts[1:]), jnp.int32(0))
         branches = [functools.partial(run, number) for number in range(len(self.stages))]
-        outcome: Outcome
-        means, (outcome, sent) = self.levels[0].switch(now, branches, replicated=True)
-        after = conclude(self, [*levels, *further], state, outcome, bad, step, undo=False, sent=sent)
+        means, (outcomes, sent) = self.levels[0].switch(now, branches, replicated=True)
+        selects = self.shared.selects(buckets)
+        after = conclude(everyone, state, outcomes, selects, bad, step, undo=False, sent=sent)
         return jax.tree.unflatten(treedef, means), after
 
 

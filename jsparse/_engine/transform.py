@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from .._vector.layout import Layout
 from .._vector.sparse_vector import SparseVector
+from .agreement import check_floats
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
@@ -35,6 +36,7 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
 
 
 def _init(synchroniser: Synchroniser, params: optax.Params) -> SparseAllReduceState:
+    check_floats(params)
     return synchroniser.init(params)
 
 
