@@ -107,13 +107,10 @@ class SparseAllReduceState(NamedTuple):
         """As in :class:`WorkerState`: residuals and velocities keep their sum over P."""
 
         def bucket(now: BucketState, old: BucketState, once: BucketState) -> BucketState:
-            vectors = [leaf.shape[0] for leaf in jax.tree.leaves(now.memory)]
+            n = next((leaf.shape[0] for leaf in jax.tree.leaves(now.memory)), None)
 
             def part(now, old):
-                return now.moved(old, move, vectors[0] if vectors else None) if hasattr(now, "moved") else own(now, old)
-
-            def own(now, old):
-                return move.of_each(now, old, own=True)
+                return now.moved(old, move, n) if hasattr(now, "moved") else move.of_each(now, old, own=True)
 
             memory = jax.tree.map(move.vector, now.memory, old.memory, once.memory)
             reducer = jax.tree.map(part, now.reducer, old.reducer, is_leaf=lambda x: hasattr(x, "moved"))
