@@ -122,3 +122,9 @@ class SparseAllReduceState(NamedTuple):
             tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
             jax.tree.map(move.of_each, self.report, old.report),
         )
+
+
+def states_in(tree: Any, kind: type = SparseAllReduceState) -> list[Any]:
+    """The states of a kind in a tree, by default those of all synchronisations."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._engine.state import SparseAllReduceState, WorkerState
+from .._engine.state import WorkerState, states_in
 from .._train.per_worker import PerWorkerState
 from .redistribute import interpolate, nearest, redistribute
 
@@ -167,7 +167,7 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
         for name in names
         if any(half.shape != whole.shape for half, whole in zip(_vectors(halved[name]), wholes, strict=True))
     }
-    remembering = [state for state in ours(once) if jax.tree.leaves(state.buckets)]
+    remembering = [state for state in states_in(once) if jax.tree.leaves(state.buckets)]
     within = cut | {name for name in names if any(name not in state.step.axes for state in remembering)}
     if set(names[len(names) - len(within) :]) != within:
         raise ValueError(f"axis is {names}; name the axes between nodes first, and then {sorted(within)}")
@@ -180,10 +180,11 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
 
 def _workers(now: Any, old: Any) -> int:
     """The number of workers that a state belongs to; 1 if the state is alike on all workers."""
-    found = {state.step.shape[0] for state in ours(old)}
-    for here, there in zip(_leaves(now, PerWorkerState), _leaves(old, PerWorkerState), strict=True):
-        pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
-        found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape) and not ours(here)}
+    found = {state.step.shape[0] for state in states_in(old)}
+    for here, there in zip(states_in(now, PerWorkerState), states_in(old, PerWorkerState), strict=True):
+        if not states_in(here):
+            pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
+            found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape)}
     if len(found) > 1:
         raise ValueError(f"parts of the state belong to different numbers of workers, {sorted(found)}: {FIX}")
     return next(iter(found), 1)
@@ -195,7 +196,7 @@ def _nodes(now: Any, old: Any) -> int:
     The state records it itself, in its ``sizes``.
     """
     found = set()
-    for here, there in zip(ours(now), ours(old), strict=True):
+    for here, there in zip(states_in(now), states_in(old), strict=True):
         workers, levels = there.step.shape[0], here.sizes.shape[0]
         if there.sizes.shape != (workers * levels,):
             raise ValueError(
@@ -233,14 +234,4 @@ def _alike(rows: Any, gpus: int) -> bool:
 
 def _vectors(tree: Any) -> list[Any]:
     """All residuals, velocities and other vectors of the memories in a tree."""
-    return [leaf for state in ours(tree) for bucket in state.buckets for leaf in jax.tree.leaves(bucket.memory)]
-
-
-def ours(tree: Any) -> list[Any]:
-    """The states of all synchronisations in a tree."""
-    return _leaves(tree, SparseAllReduceState)
-
-
-def _leaves(tree: Any, kind: type) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+    return [leaf for state in states_in(tree) for bucket in state.buckets for leaf in jax.tree.leaves(bucket.memory)]

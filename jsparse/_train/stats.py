@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
 from .._comm.processes import is_global
-from .._engine.state import SparseAllReduceState
+from .._engine.state import SparseAllReduceState, states_in
 
 
 def residual(opt_state: Any) -> jax.Array:
@@ -121,8 +121,7 @@ def _gathering(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[SparseAllRe
 
 def find(opt_state: Any) -> SparseAllReduceState:
     """The one state of a jsparse transformation in a chain's state."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda state: isinstance(state, SparseAllReduceState))
-    found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]
+    found = states_in(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"the optimizer state holds {len(found)} states of a jsparse transformation; this function reads exactly "

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm, Comm, as_comm
 from .._comm.processes import check_equal_values, from_shares, is_share, local_workers, numbers, put_everywhere
-from .._engine.state import SparseAllReduceState
-from .placement import AxisName, check_axis, check_order, check_update, holds, state_specs
+from .._engine.state import states_in
+from .placement import AxisName, check_axis, check_order, check_update, state_specs
 
 
 class Workers:
@@ -37,7 +37,7 @@ class Workers:
         # Jitted, so that no two leaves are the same array: the state can be donated.
         state = jax.jit(tx.init)(params)
         check_order(state)
-        if not per_worker and not holds(state, SparseAllReduceState):
+        if not per_worker and not states_in(state):
             raise ValueError(
                 "nothing in the chain communicates, so parameters would drift apart: put an all-reduce into it, such "
                 "as jsparse.dense(comm), or give each worker parameters of its own: "
