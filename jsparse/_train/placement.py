@@ -82,7 +82,7 @@ def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
     """Returns the axis; refuses one that the mesh does not have."""
     if not isinstance(axis, str | tuple):
         raise ValueError(
-            f"axis is {axis!r}; with a mesh, name its axis, or a tuple of its axes; a Comm needs mesh=None"
+            f"the axis is {axis!r}; with a mesh, name its axis, or a tuple of its axes; a Comm needs mesh=None"
         )
     missing = [name for name in ((axis,) if isinstance(axis, str) else axis) if name not in mesh.axis_names]
     if missing:
