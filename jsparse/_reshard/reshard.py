@@ -87,27 +87,24 @@ def reshard(
     old = jax.tree.unflatten(jax.tree.structure(now), leaves)
     carried = between(mesh, names, now, old, once, halved).tree(now, old, once)
     specs = state_specs(now, axis)
-    begun = _begun(tx, params, mesh, specs, [leaf is ANEW for leaf in jax.tree.leaves(carried)])
+    begun = _begun(tx, params, mesh, specs, carried)
     carried = jax.tree.map(lambda leaf, new: new if leaf is ANEW else leaf, carried, begun)
     return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), carried, specs)
 
 
-def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, specs: Any, wanted: list[bool]) -> Any:
-    """The wanted leaves of a new run's state, and False in place of the others.
+def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, specs: Any, carried: Any) -> Any:
+    """A new run's state where the carried one has the mark, and None elsewhere.
 
-    The others are not computed.
+    What is not wanted is not computed.
     """
-    places, treedef = jax.tree.flatten(specs)
-    if not any(wanted):
-        return jax.tree.unflatten(treedef, wanted)
+
+    def wanted(tree):
+        return jax.tree.map(lambda leaf, mark: leaf if mark is ANEW else None, tree, carried)
 
     def begin():
-        zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), params)
-        return [leaf for leaf, want in zip(jax.tree.leaves(tx.init(zeros)), wanted, strict=True) if want]
+        return wanted(tx.init(jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), params)))
 
-    out = [place for place, want in zip(places, wanted, strict=True) if want]
-    found = iter(jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=out))())
-    return jax.tree.unflatten(treedef, [next(found) if want else False for want in wanted])
+    return jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=wanted(specs)))()
 
 
 def _matching(
@@ -146,12 +143,8 @@ def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, s
 
 def _paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves, and for each the names of the attributes, keys or places that lead to it."""
-
-    def name(key):
-        return str(next(getattr(key, kind) for kind in ("name", "idx", "key") if hasattr(key, kind)))
-
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [("/".join(map(name, path)), leaf) for path, leaf in leaves]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def _on_host(given: Mapping[str, Any], path: str, local: Local) -> Any:
