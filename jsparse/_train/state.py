@@ -68,7 +68,7 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
     if isinstance(params, TrainState):
         params = params.params
         if mesh is None and not isinstance(as_comm(comm), AxisComm):
-            return averaging(None, as_comm(comm), False)(params)
+            return averaging(None, as_comm(comm))(params)
     if mesh is None:
         return mean(as_comm(comm), params)
     workers = number_of_workers(mesh, check_axis(mesh, comm))
@@ -78,17 +78,14 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
                 f"leaf {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; parameters of {workers} workers have "
                 f'a leading axis of {workers}, as train_step(..., params="per_worker") keeps them'
             )
-    return averaging(mesh, comm, False)(params)
+    return averaging(mesh, comm)(params)
 
 
 @functools.cache
-def averaging(mesh: Mesh | None, axis: AxisName | Comm, stacked: bool) -> Callable[[Any], Any]:
-    """A jitted function that averages what workers have.
-
-    It returns the mean once; or, if ``stacked``, once for each worker, and donates its argument.
-    """
+def averaging(mesh: Mesh | None, axis: AxisName | Comm) -> Callable[[Any], Any]:
+    """A jitted function that averages what workers have, and returns the mean once."""
     workers = workers_of(mesh, axis)
-    return workers.on_each(functools.partial(mean, workers.comm), stacked=stacked)
+    return workers.on_each(functools.partial(mean, workers.comm), stacked=False)
 
 
 def mean(comm: Comm, tree: Any) -> Any:

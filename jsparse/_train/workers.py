@@ -205,10 +205,20 @@ def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[
     """A function of one worker's part. Its result has the leading axis if ``stacked``."""
 
     def one(tree):
-        out = local(jax.tree.map(lambda x: x[0], tree))
-        return jax.tree.map(lambda x: comm.varying(x)[None], out) if stacked else out
+        out = local(without_axis(tree))
+        return with_axis(comm, out) if stacked else out
 
     return one
+
+
+def without_axis(tree: Any) -> Any:
+    """One worker's part of a tree, without the leading axis for the workers."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def with_axis(comm: Comm, tree: Any) -> Any:
+    """One worker's part of a tree, with the leading axis for the workers."""
+    return jax.tree.map(lambda x: comm.varying(x)[None], tree)
 
 
 def _copies(ranks: jax.Array, tree: Any) -> Any:
