@@ -29,28 +29,22 @@ class TwoMeans(Synchroniser):
     """The synchroniser of :func:`jsparse.a2sgd`. Its updates differ between workers.
 
     Attributes:
-      comm: the workers.
+      levels: one network, of all workers.
       per_leaf: whether every leaf has two means of its own.
     """
 
-    alike = False
-
-    comm: Comm
+    levels: tuple[Comm]
     per_leaf: bool = False
 
-    @property
-    def levels(self) -> tuple[Comm, ...]:
-        return (self.comm,)
-
     def over(self, *comms: Comm) -> "TwoMeans":
-        return dataclasses.replace(self, comm=comms[0])
+        return dataclasses.replace(self, levels=comms)
 
     def init(self, params: Any) -> SparseAllReduceState:
         return begin(self, (), ())
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
-        comm = Metered(self.comm)
+        comm = Metered(*self.levels)
         check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
         layout, groups, bad = Layout.of(leaves), self._groups(leaves), jnp.array(False)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -48,14 +48,6 @@ class Phased(Synchroniser):
     def agree_over(self) -> tuple[Comm, ...]:
         return self.shared.agree_over
 
-    @property
-    def space(self) -> Any:
-        return self.shared.space
-
-    @property
-    def memory(self) -> Any:
-        return self.shared.memory
-
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 
@@ -73,8 +65,8 @@ class Phased(Synchroniser):
         check(self, grads, state)
         everyone = [Metered(comm) for comm in (*self.levels, *self.agree_over)]
         leaves, treedef = jax.tree.flatten(grads)
-        buckets = self.space.buckets(leaves)
-        given = self.memory.prepare(leaves, self.shared.workers)
+        buckets = self.shared.space.buckets(leaves)
+        given = self.shared.memory.prepare(leaves, self.shared.workers)
         step, bad = agree(everyone, state.step[0], given)
 
         def run(number: int) -> tuple[list[jax.Array], Any]:
@@ -204,10 +196,11 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
         if stage.reducer.staleness:
             raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
         if not takes_over(stage):
-            for name, ours, theirs in (*_differing(stage, shared, "space"), *_differing(stage, shared, "memory")):
-                raise ValueError(
-                    f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
-                )
+            for part in ("space", "memory"):
+                for name, ours, theirs in _differing(part, getattr(stage, part), getattr(shared, part)):
+                    raise ValueError(
+                        f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
+                    )
             fitted.append(stage)
         else:
             memory = shared.memory.in_dense_phase(flush)
@@ -219,13 +212,10 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
     return Phased(tuple(fitted), tuple(itertools.accumulate(lengths, initial=0)), shared)
 
 
-def _differing(a: Composition, b: Composition, part: str) -> Iterator[tuple[str, Any, Any]]:
+def _differing(part: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
     """The options in which a part of two synchronisers differs: the name, and both values."""
-    ours, theirs = getattr(a, part), getattr(b, part)
     if type(ours) is not type(theirs):
-        yield part, ours, theirs
-    elif ours != theirs:
-        for field in dataclasses.fields(ours):
-            values = getattr(ours, field.name), getattr(theirs, field.name)
-            if values[0] != values[1]:
-                yield field.name, *values
+        return [(part, ours, theirs)]
+    names = [field.name for field in dataclasses.fields(ours)]
+    values = [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
+    return [(name, own, other) for name, own, other in values if own != other]

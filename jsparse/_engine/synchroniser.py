@@ -32,15 +32,10 @@ class Synchroniser:
     Attributes:
       levels: the networks that a worker is in.
       agree_over: further networks over which workers agree whether a gradient is finite.
-      alike: whether all workers get the same update.
     """
 
+    levels: tuple[Comm, ...]
     agree_over = ()
-    alike = True
-
-    @property
-    def levels(self) -> tuple[Comm, ...]:
-        raise NotImplementedError
 
     def over(self, *comms: Comm) -> "Synchroniser":
         """The same over other networks, as many as ``levels``."""

@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from .._comm.comm import Comm, CommLike, as_comm
 from .._engine.memory import ErrorFeedback, largest_addend
-from .._engine.reducer import Counts, Reduced, Reducer, count
+from .._engine.reducer import Reduced, Reducer, counts_of_whole
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.layout import Layout
@@ -132,11 +132,9 @@ class LowRank(Reducer):
         q = [factor(_multiply(a, basis, (0, 0))) for a, basis in zip(compressed(again), bases, strict=True)]
         q_sums = _sum_together(comm, q)
         total, delivered = vector(q_sums, rest_sums), vector(q, rest)
-        none, zero = jnp.int32(0), jnp.zeros((), acc.dtype)
-        counts = Counts(none, none, count(delivered), zero, zero)
         pairs = zip(state.q, q_sums, bases, strict=True)
         after = tuple(_next_factor(old, new, max(len(basis), len(new))) for old, new, basis in pairs)
-        return Reduced(again, delivered, delivered, total, counts, LowRankState(after))
+        return Reduced(again, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
 
 
 def powersgd(
