@@ -62,8 +62,8 @@ class Phased(Synchroniser):
         return shared._replace(buckets=tuple(buckets))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
-        check(self, grads, state)
         everyone = [Metered(comm) for comm in (*self.levels, *self.agree_over)]
+        check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
         buckets = self.shared.space.buckets(leaves)
         given = self.shared.memory.prepare(leaves, self.shared.workers)

@@ -169,9 +169,9 @@ class Composition(Synchroniser):
         return jax.tree.unflatten(treedef, means.leaves(leaves)), state
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
-        check(self, grads, state)
         levels = [Metered(comm) for comm in self.levels]
         everyone = [*levels, *map(Metered, self.agree_over)]
+        check(self, grads, state)
         buckets = self.space.buckets(jax.tree.leaves(grads))
         leaves = self.memory.prepare(jax.tree.leaves(grads), self.workers)
 
