@@ -5,6 +5,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jax.sharding import PartitionSpec
 
+# A mark in place of an array that is moved: use what a new run would begin with.
+ANEW: Any = object()
+
 
 @runtime_checkable
 class WorkerState(Protocol):
@@ -118,7 +121,7 @@ class SparseAllReduceState(NamedTuple):
 
         return SparseAllReduceState(
             move.of_each(self.step, old.step),
-            move.anew(),
+            ANEW,
             tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
             jax.tree.map(move.of_each, self.report, old.report),
         )

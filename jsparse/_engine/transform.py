@@ -25,9 +25,7 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
     @staticmethod
     def of(synchroniser: Synchroniser) -> "SparseAllReduce":
         """The transformation of a synchroniser."""
-        init: Any = functools.partial(_init, synchroniser)
-        update: Any = functools.partial(_update, synchroniser)
-        return SparseAllReduce(init, update)
+        return SparseAllReduce(functools.partial(_init, synchroniser), functools.partial(_update, synchroniser))
 
     @property
     def synchroniser(self) -> Any:
@@ -43,7 +41,7 @@ def _init(synchroniser: Synchroniser, params: optax.Params) -> SparseAllReduceSt
 def _update(
     synchroniser: Synchroniser,
     updates: optax.Updates,
-    state: SparseAllReduceState,
+    state: Any,
     params: optax.Params | None = None,
     **extra_args,
 ) -> tuple[optax.Updates, SparseAllReduceState]:

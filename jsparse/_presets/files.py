@@ -25,10 +25,9 @@ PARTS = {"select": select, "wire": wire, "values": quantize, "quantize": quantiz
 def presets() -> dict[str, Callable[..., SparseAllReduce]]:
     """The presets and the general form, by name: the public functions of this folder's modules."""
     public, folder = importlib.import_module(__name__.partition(".")[0]), __name__.rpartition(".")[0]
-    functions = {name: getattr(public, name) for name in public.__all__ if inspect.isfunction(getattr(public, name))}
     return {
         name: function
-        for name, function in functions.items()
+        for name, function in inspect.getmembers(public, inspect.isfunction)
         if function.__module__.startswith(f"{folder}.") and function.__module__ != __name__
     }
 
@@ -95,15 +94,12 @@ def build(content: Any, comm: Any) -> SparseAllReduce:
     _check_known("preset", name, known)
     if not isinstance(options, dict):
         raise ValueError(f'"options" is {options!r}; it must be an object, with a value for each option by name')
-    preset = known[name]
-    parameters = inspect.signature(preset).parameters
-    keywords = options_of(preset)
-    arguments = [comm]
-    if "inter" in parameters:
+    preset, arguments = known[name], [comm]
+    if "inter" in inspect.signature(preset).parameters:
         if not isinstance(comm, tuple) or len(comm) != 2:
             raise ValueError(f"comm is {comm!r}; {name} has two levels, so pass a tuple of two, (inter, intra)")
         arguments = list(comm)
-    return _called(name, preset, arguments, options, keywords)
+    return _called(name, preset, arguments, options, options_of(preset))
 
 
 def describe(preset: str, **options: Any) -> dict[str, Any]:

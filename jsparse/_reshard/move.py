@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._engine.state import WorkerState, states_in
+from .._engine.state import ANEW, WorkerState, states_in
 from .._train.per_worker import PerWorkerState
 from .redistribute import interpolate, nearest, redistribute
 
@@ -18,8 +18,6 @@ FIX = (
     "pass the chain and the parameters that the state was made with (if each worker has parameters of its own, pass "
     "one worker's); only the number of workers may differ"
 )
-# A mark in place of an array: use what a new run would begin with.
-ANEW = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +137,6 @@ class Move:
         whole.reshape(-1)[:n] = old.reshape(-1)[:n]
         return whole
 
-    def anew(self) -> Any:
-        """The mark in place of an array for what a new run would begin with."""
-        return ANEW
-
     @property
     def same_nodes(self) -> bool:
         """Whether a node has as many workers as before."""
@@ -161,12 +155,7 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
       halved: for each axis, the state as it is on one of two workers along that axis.
     """
     axes = {name: mesh.shape[name] for name in names}
-    wholes = _vectors(once)
-    cut = {
-        name
-        for name in names
-        if any(half.shape != whole.shape for half, whole in zip(_vectors(halved[name]), wholes, strict=True))
-    }
+    cut = {name for name in names if _shapes(halved[name]) != _shapes(once)}
     remembering = [state for state in states_in(once) if jax.tree.leaves(state.buckets)]
     within = cut | {name for name in names if any(name not in state.step.axes for state in remembering)}
     if set(names[len(names) - len(within) :]) != within:
@@ -232,6 +221,7 @@ def _alike(rows: Any, gpus: int) -> bool:
     return np.array_equal(rows, np.repeat(rows[::gpus], gpus, axis=0), equal_nan=rows.dtype.kind == "f")
 
 
-def _vectors(tree: Any) -> list[Any]:
-    """All residuals, velocities and other vectors of the memories in a tree."""
-    return [leaf for state in states_in(tree) for bucket in state.buckets for leaf in jax.tree.leaves(bucket.memory)]
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of all residuals, velocities and other vectors of the memories in a tree."""
+    memories = [bucket.memory for state in states_in(tree) for bucket in state.buckets]
+    return [vector.shape for vector in jax.tree.leaves(memories)]

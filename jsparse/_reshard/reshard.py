@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import varying_axes
 
+from .._engine.state import ANEW
 from .._train.per_worker import per_worker
 from .._train.placement import AxisName, check_axis, state_specs
-from .move import ANEW, FIX, Local, between
+from .move import FIX, Local, between
 
 
 def reshard(

@@ -120,8 +120,7 @@ def check_order(state: Any, per_worker: bool = False) -> None:
                     "remembers gradients, which differ between workers there: wrap it in jsparse.per_worker(...)"
                 )
     for child in children:
-        if child is not state:
-            check_order(child, per_worker)
+        check_order(child, per_worker)
 
 
 def _remembers(state: Any) -> bool:
