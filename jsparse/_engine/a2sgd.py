@@ -40,7 +40,7 @@ class TwoMeans(Synchroniser):
         return dataclasses.replace(self, levels=comms)
 
     def init(self, params: Any) -> SparseAllReduceState:
-        return begin(self, (), ())
+        return begin(self.levels)
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._comm.comm import Comm
 from .._comm.metered import Metered, add_words
 from .agreement import varying_over
 from .mean import Quotient
@@ -31,20 +32,23 @@ class Outcome(NamedTuple):
 
 
 def begin(
-    synchroniser: Any, buckets: tuple[BucketState, ...], thresholds: tuple[jax.Array, ...]
+    levels: Sequence[Comm],
+    buckets: tuple[BucketState, ...] = (),
+    thresholds: tuple[jax.Array, ...] = (),
+    agree_over: Sequence[Comm] = (),
 ) -> SparseAllReduceState:
     """The state before the first step, typed as differing between workers.
 
     Args:
-      synchroniser: whose state it is.
+      levels: the networks of the synchronisation.
       buckets: the vectors' states.
       thresholds: zeros in place of the thresholds of the report.
+      agree_over: further networks over which workers agree whether a gradient is finite.
     """
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
     report = Report(none, none, none, none, zero, zero, thresholds, thresholds)
-    sizes = jnp.array([comm.size for comm in synchroniser.levels], jnp.int32)
-    state = SparseAllReduceState(none, sizes, buckets, report)
-    return varying_over([*synchroniser.levels, *synchroniser.agree_over], state)
+    sizes = jnp.array([comm.size for comm in levels], jnp.int32)
+    return varying_over([*levels, *agree_over], SparseAllReduceState(none, sizes, buckets, report))
 
 
 def conclude(
@@ -82,7 +86,7 @@ def conclude(
     for outcome, before in zip(outcomes, state.buckets, strict=True):
         memory = before_or(outcome.state.memory, before.memory) if undo else outcome.state.memory
         buckets.append(BucketState(memory, before_or(outcome.state.reducer, before.reducer)))
-    counts = [outcome.counts for outcome in outcomes]
+    counts, earlier = [outcome.counts for outcome in outcomes], state.report
     told = [count for count, has in zip(counts, selects, strict=True) if has]
     metered = [*((level.words, level.messages) for level in levels), *sent]
     report = Report(
@@ -92,10 +96,8 @@ def conclude(
         updated=total(outcome.updated for outcome in outcomes),
         words=functools.reduce(add_words, [words for words, _ in metered])[None],
         messages=functools.reduce(jnp.add, [messages for _, messages in metered])[None],
-        thresholds=before_or(tuple(count.threshold[None] for count in told), state.report.thresholds),
-        global_thresholds=before_or(
-            tuple(count.global_threshold[None] for count in told), state.report.global_thresholds
-        ),
+        thresholds=before_or(tuple(count.threshold[None] for count in told), earlier.thresholds),
+        global_thresholds=before_or(tuple(count.global_threshold[None] for count in told), earlier.global_thresholds),
     )
     step = jnp.where(bad, step, step + 1)[None]
     return varying_over(levels, SparseAllReduceState(step, state.sizes, tuple(buckets), report))

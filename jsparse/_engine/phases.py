@@ -44,10 +44,6 @@ class Phased(Synchroniser):
     def levels(self) -> tuple[Comm, ...]:
         return self.shared.levels
 
-    @property
-    def agree_over(self) -> tuple[Comm, ...]:
-        return self.shared.agree_over
-
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 
@@ -62,10 +58,11 @@ class Phased(Synchroniser):
         return shared._replace(buckets=tuple(buckets))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
-        everyone = [Metered(comm) for comm in (*self.levels, *self.agree_over)]
+        space = self.shared.space
+        everyone = [Metered(comm) for comm in (*self.levels, *space.agree_over)]
         check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
-        buckets = self.shared.space.buckets(leaves)
+        buckets = space.buckets(leaves)
         given = self.shared.memory.prepare(leaves, self.shared.workers)
         step, bad = agree(everyone, state.step[0], given)
 
@@ -142,9 +139,8 @@ def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
     synchronisers, lengths = [], []
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
-        steps, tx = None, stage
-        if isinstance(stage, tuple | list) and len(stage) == 2 and isinstance(stage[0], int):
-            steps, tx = stage
+        ends = isinstance(stage, tuple | list) and len(stage) == 2 and isinstance(stage[0], int)
+        steps, tx = stage if ends else (None, stage)
         if not isinstance(tx, SparseAllReduce):
             raise ValueError(
                 f"phase {number} is {type(tx).__name__}, and no preset; {form}. Put the other members of a chain "
@@ -172,17 +168,10 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
     A phase that keeps no state itself uses the memory of the others. Phases that keep a state must
     fit together.
     """
-
-    def keeps(stage: Composition) -> bool:
-        return stage.reducer.sparse or stage.memory != NoMemory()
-
-    sparse = next((stage for stage in stages if stage.reducer.sparse), None)
-    shared = sparse or next((stage for stage in stages if keeps(stage)), stages[0])
-
-    def takes_over(stage: Composition) -> bool:
-        """Whether it takes space and memory over from the others: dense, beside a sparse one."""
-        return not stage.reducer.sparse if sparse else not keeps(stage)
-
+    # The others take space and memory over from these: dense phases from sparse ones.
+    sparse = [stage for stage in stages if stage.reducer.sparse]
+    keeping = sparse or [stage for stage in stages if stage.memory != NoMemory()]
+    shared = (keeping or stages)[0]
     fitted = []
     for number, stage in enumerate(stages):
         where = f"phase {number} does not fit the others"
@@ -195,7 +184,7 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
             raise ValueError(f"{where}: bucket_bytes cuts the vector, but they have one residual for it; leave it out")
         if stage.reducer.staleness:
             raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
-        if not takes_over(stage):
+        if stage in keeping:
             for part in ("space", "memory"):
                 for name, ours, theirs in _differing(part, getattr(stage, part), getattr(shared, part)):
                     raise ValueError(
@@ -205,7 +194,7 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
         else:
             memory = shared.memory.in_dense_phase(flush)
             fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))
-    if not flush and shared.memory.feeds_back and takes_over(stages[-1]):
+    if not flush and shared.memory.feeds_back and stages[-1] not in keeping:
         raise ValueError(
             "the last phase is dense, and flush is False, so the residual would never be delivered; leave flush out"
         )

@@ -31,11 +31,9 @@ class Synchroniser:
 
     Attributes:
       levels: the networks that a worker is in.
-      agree_over: further networks over which workers agree whether a gradient is finite.
     """
 
     levels: tuple[Comm, ...]
-    agree_over = ()
 
     def over(self, *comms: Comm) -> "Synchroniser":
         """The same over other networks, as many as ``levels``."""
@@ -131,10 +129,6 @@ class Composition(Synchroniser):
         return (self.comm, *self.space.comms)
 
     @property
-    def agree_over(self) -> tuple[Comm, ...]:
-        return self.space.agree_over
-
-    @property
     def workers(self) -> int:
         """How many workers sum a gradient, on all levels together."""
         return math.prod(comm.size for comm in self.levels)
@@ -161,7 +155,7 @@ class Composition(Synchroniser):
             states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
         pairs = zip(buckets, self.selects(buckets), strict=True)
         thresholds = tuple(jnp.zeros(1, bucket.layout.dtype) for bucket, told in pairs if told)
-        return begin(self, tuple(states), thresholds)
+        return begin(self.levels, tuple(states), thresholds, self.space.agree_over)
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
@@ -170,7 +164,7 @@ class Composition(Synchroniser):
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]
-        everyone = [*levels, *map(Metered, self.agree_over)]
+        everyone = [*levels, *map(Metered, self.space.agree_over)]
         check(self, grads, state)
         buckets = self.space.buckets(jax.tree.leaves(grads))
         leaves = self.memory.prepare(jax.tree.leaves(grads), self.workers)

@@ -105,16 +105,13 @@ def build(content: Any, comm: Any) -> SparseAllReduce:
 def describe(preset: str, **options: Any) -> dict[str, Any]:
     """The content of a file for a preset and its options."""
     parameters = inspect.signature(presets()[preset]).parameters
-    return {
-        "jsparse": VERSION,
-        "preset": preset,
-        "options": {
-            name: _plain(option)
-            for name, option in options.items()
-            # None is left out where it is the default.
-            if option is not None or (name in parameters and parameters[name].default is not None)
-        },
+    # None is left out where it is the default.
+    given = {
+        name: _plain(option)
+        for name, option in options.items()
+        if option is not None or (name in parameters and parameters[name].default is not None)
     }
+    return {"jsparse": VERSION, "preset": preset, "options": given}
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:

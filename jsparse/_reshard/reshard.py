@@ -115,18 +115,16 @@ def _matching(
 
     The chain is ``tx`` by itself, or ``tx`` in ``per_worker``.
     """
-    differ = []
+    differences = []
     for chain in (tx, per_worker(tx)):
         once = _local(chain, params, mesh, {})
         wanted = dict(_paths(once))
-        missing = [path for path, leaf in wanted.items() if math.prod(leaf.shape) and path not in given]
-        further = [path for path in given if path not in wanted]
-        if not missing and not further:
+        found = [f"lacks {path!r}" for path, leaf in wanted.items() if math.prod(leaf.shape) and path not in given]
+        found += [f"has {path!r}, which that of the chain has not" for path in given if path not in wanted]
+        if not found:
             return chain, once
-        differ.append((missing, further))
-    missing, further = differ[0]
-    what = f"lacks {missing[0]!r}" if missing else f"has {further[0]!r}, which that of the chain has not"
-    raise ValueError(f"the state does not belong to this chain: it {what}; {FIX}")
+        differences += found
+    raise ValueError(f"the state does not belong to this chain: it {differences[0]}; {FIX}")
 
 
 def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, sizes: Mapping[str, int]) -> Any:

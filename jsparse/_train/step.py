@@ -191,8 +191,7 @@ def train_step(
         raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
     differ = params == "per_worker"
     tx = per_worker(tx) if differ else optax.with_extra_args_support(tx)
-    loss = Loss(loss_fn, has_aux, model_state is not None, with_key)
-    gradients = Gradients(loss, workers.comm, micro_batches)
+    gradients = Gradients(Loss(loss_fn, has_aux, model_state is not None, with_key), workers.comm, micro_batches)
     return TrainStep(Body(workers, gradients, tx, differ, model_state))
 
 
@@ -214,14 +213,6 @@ class Body:
     differ: bool
     model_state: Literal["mean", "per_worker"] | None
 
-    @property
-    def stacked(self) -> TrainState:
-        """Which parts of the state have a leading axis for the workers.
-
-        The optimizer's state is None: it tells this itself.
-        """
-        return TrainState(self.differ, None, self.model_state == "per_worker")
-
     def begin(self, params: Any, kept: Any) -> TrainState:
         """The state before the first step."""
         if (kept is None) != (self.model_state is None):
@@ -236,7 +227,8 @@ class Body:
 
     def run(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
         """One step on all workers."""
-        state, (value, aux) = self.workers.run(self.local_step, self.stacked, state, batch, key)
+        stacked = TrainState(self.differ, None, self.model_state == "per_worker")
+        state, (value, aux) = self.workers.run(self.local_step, stacked, state, batch, key)
         return state, (value, aux) if self.gradients.loss.has_aux else value
 
     def local_step(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:

@@ -229,9 +229,8 @@ def _copies(ranks: jax.Array, tree: Any) -> Any:
 
     def copies(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.vmap(
-                lambda rank: jax.vmap(lambda key: jax.random.fold_in(key, rank))(x.reshape(-1)).reshape(x.shape)
-            )(ranks)
+            fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))
+            return fold_in(x.reshape(-1), ranks).reshape(len(ranks), *x.shape)
         return jnp.broadcast_to(x, (len(ranks), *x.shape))
 
     return jax.tree.map(copies, tree)
