@@ -40,15 +40,18 @@ class TwoMeans(Synchroniser):
         return dataclasses.replace(self, levels=comms)
 
     def init(self, params: Any) -> SparseAllReduceState:
-        return begin(self.levels)
+        return begin(self.levels, (), (), ())
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
         comm = Metered(*self.levels)
         check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
-        layout, groups, bad = Layout.of(leaves), self._groups(leaves), jnp.array(False)
-        if groups:
+        layout, bad = Layout.of(leaves), jnp.array(False)
+        # Leaves that share two means. Leaves without elements have none.
+        ids = [i for i, leaf in enumerate(leaves) if leaf.size]
+        groups = [[i] for i in ids] if self.per_leaf else [ids]
+        if ids:
             own = jnp.stack([_means([leaves[i] for i in ids], layout.dtype) for ids in groups])
             shared = comm.psum(own.reshape(-1)).reshape(-1, 2) / comm.size
             bad = ~jnp.all(jnp.isfinite(shared))
@@ -61,11 +64,6 @@ class TwoMeans(Synchroniser):
         )
         after = state._replace(step=state.step + jnp.where(bad, 0, 1), report=report)
         return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
-
-    def _groups(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
-        """The groups of leaves that share two means. Leaves without elements are in no group."""
-        ids = [i for i, leaf in enumerate(leaves) if leaf.size]
-        return [[i] for i in ids] if self.per_leaf or not ids else [ids]
 
 
 def _means(leaves: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:

@@ -32,30 +32,27 @@ class Outcome(NamedTuple):
 
 
 def begin(
-    levels: Sequence[Comm],
-    buckets: tuple[BucketState, ...] = (),
-    thresholds: tuple[jax.Array, ...] = (),
-    agree_over: Sequence[Comm] = (),
+    levels: Sequence[Comm], agree_over: Sequence[Comm], buckets: Sequence[BucketState], thresholds: Sequence[jax.Array]
 ) -> SparseAllReduceState:
     """The state before the first step, typed as differing between workers.
 
     Args:
       levels: the networks of the synchronisation.
+      agree_over: further networks over which workers agree whether a gradient is finite.
       buckets: the vectors' states.
       thresholds: zeros in place of the thresholds of the report.
-      agree_over: further networks over which workers agree whether a gradient is finite.
     """
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    report = Report(none, none, none, none, zero, zero, thresholds, thresholds)
+    report = Report(none, none, none, none, zero, zero, tuple(thresholds), tuple(thresholds))
     sizes = jnp.array([comm.size for comm in levels], jnp.int32)
-    return varying_over([*levels, *agree_over], SparseAllReduceState(none, sizes, buckets, report))
+    return varying_over([*levels, *agree_over], SparseAllReduceState(none, sizes, tuple(buckets), report))
 
 
 def conclude(
     levels: Sequence[Metered],
     state: SparseAllReduceState,
     outcomes: Sequence[Outcome],
-    selects: Sequence[bool],
+    selects: Iterable[bool],
     bad: jax.Array,
     step: jax.Array,
     *,
@@ -68,7 +65,7 @@ def conclude(
       levels: the networks, which counted what was sent.
       state: before the step.
       outcomes: what has become of the vectors, in the order of their buckets.
-      selects: which buckets have thresholds to report.
+      selects: for each bucket, whether it has thresholds to report.
       bad: bool scalar: whether a gradient was not finite.
       step: int32 scalar, the step's number, alike on all workers.
       undo: whether a bad step changed memories; if all workers left it out, it did not.

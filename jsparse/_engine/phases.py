@@ -58,11 +58,10 @@ class Phased(Synchroniser):
         return shared._replace(buckets=tuple(buckets))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
-        space = self.shared.space
-        everyone = [Metered(comm) for comm in (*self.levels, *space.agree_over)]
+        everyone = [Metered(comm) for comm in (*self.levels, *self.shared.space.agree_over)]
         check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
-        buckets = space.buckets(leaves)
+        buckets = self.shared.space.buckets(leaves)
         given = self.shared.memory.prepare(leaves, self.shared.workers)
         step, bad = agree(everyone, state.step[0], given)
 
@@ -82,7 +81,7 @@ class Phased(Synchroniser):
         now = sum((step >= start for start in self.starts[1:]), jnp.int32(0))
         branches = [functools.partial(run, number) for number in range(len(self.stages))]
         means, (outcomes, sent) = self.levels[0].switch(now, branches, replicated=True)
-        selects = self.shared.selects(buckets)
+        selects = map(self.shared.selects, buckets)
         after = conclude(everyone, state, outcomes, selects, bad, step, undo=False, sent=sent)
         return jax.tree.unflatten(treedef, means), after
 

@@ -142,9 +142,9 @@ class Composition(Synchroniser):
             return Whole(Dense()), self.memory.for_dense()
         return self.reducer, self.memory
 
-    def selects(self, buckets: Sequence[Bucket]) -> list[bool]:
-        """Which buckets are selected from, and so have thresholds to report."""
-        return [self.reducer.sparse and not bucket.dense for bucket in buckets]
+    def selects(self, bucket: Bucket) -> bool:
+        """Whether elements of a bucket are selected, so that it has thresholds to report."""
+        return self.reducer.sparse and not bucket.dense
 
     def init(self, params: Any) -> SparseAllReduceState:
         buckets = self.space.buckets(jax.tree.leaves(params))
@@ -153,9 +153,8 @@ class Composition(Synchroniser):
             reducer, memory = self.parts(bucket)
             layout = self.space.layout(bucket)
             states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
-        pairs = zip(buckets, self.selects(buckets), strict=True)
-        thresholds = tuple(jnp.zeros(1, bucket.layout.dtype) for bucket, told in pairs if told)
-        return begin(self.levels, tuple(states), thresholds, self.space.agree_over)
+        thresholds = [jnp.zeros(1, bucket.layout.dtype) for bucket in buckets if self.selects(bucket)]
+        return begin(self.levels, self.space.agree_over, states, thresholds)
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
@@ -186,7 +185,8 @@ class Composition(Synchroniser):
             # gradient.
             wrong = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
             bad = pmax_over(everyone, wrong) > 0
-        state = conclude(everyone, state, outcomes, self.selects(buckets), bad, step, undo=stateful > 1)
+        selects = map(self.selects, buckets)
+        state = conclude(everyone, state, outcomes, selects, bad, step, undo=stateful > 1)
         return Means(buckets, [outcome.quotient for outcome in outcomes], bad), state
 
     def synchronise(

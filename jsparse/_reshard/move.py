@@ -129,11 +129,11 @@ class Move:
         An array of one element is not cut: each worker has a copy, and all copies are alike.
         """
         size, n = math.prod(self.axes[name] for name in axis), math.prod(once.shape)
+        whole = np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
         if n <= 1:
             _check(now, old, old.shape[1:] == now.shape[1:])
-            return nearest(old, size) if n else np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
+            return nearest(old, size) if n else whole
         _check(now, old, old.shape[1:] == now.shape[1:] and n <= old.size < n + self.old)
-        whole = np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
         whole.reshape(-1)[:n] = old.reshape(-1)[:n]
         return whole
 

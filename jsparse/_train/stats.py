@@ -107,8 +107,7 @@ def _gathering(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[SparseAllRe
         every = jax.vmap(unravel)(comm.all_gather(own))
         return jax.tree.map(lambda x, told: lax.bitcast_convert_type(told, x.dtype), figures, every)
 
-    whole = PartitionSpec()
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axis), out_specs=whole))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axis), out_specs=PartitionSpec()))
 
 
 def find(opt_state: Any) -> SparseAllReduceState:
