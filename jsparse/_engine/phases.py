@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from .outcome import conclude
 from .state import BucketState, SparseAllReduceState
 from .synchroniser import Composition, Means, Synchroniser
 from .transform import SparseAllReduce
-
-Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Phased(Synchroniser):
         return jax.tree.unflatten(treedef, means), after
 
 
-def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
+def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, flush: bool = True) -> SparseAllReduce:
     """Makes a run in phases, each with its own algorithm or density.
 
     Use it for warm-ups, and to change to dense sums. All phases are in one compiled program, and

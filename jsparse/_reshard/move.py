@@ -174,9 +174,7 @@ def _workers(now: Any, old: Any) -> int:
         if not states_in(here):
             pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
             found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape)}
-    if len(found) > 1:
-        raise ValueError(f"parts of the state belong to different numbers of workers, {sorted(found)}: {FIX}")
-    return next(iter(found), 1)
+    return _only(found, "workers", f": {FIX}", 1)
 
 
 def _nodes(now: Any, old: Any) -> int:
@@ -194,11 +192,14 @@ def _nodes(now: Any, old: Any) -> int:
             )
         if jax.tree.leaves(here.buckets):
             found.add(int(there.sizes[0]))
+    return _only(found, "nodes", "; move each by itself", _workers(now, old))
+
+
+def _only(found: set[int], what: str, fix: str, otherwise: int) -> int:
+    """The one number that was found."""
     if len(found) > 1:
-        raise ValueError(
-            f"parts of the state belong to different numbers of nodes, {sorted(found)}; move each by itself"
-        )
-    return next(iter(found), _workers(now, old))
+        raise ValueError(f"parts of the state belong to different numbers of {what}, {sorted(found)}{fix}")
+    return next(iter(found), otherwise)
 
 
 def _check(now: Local, old: Any, fits: bool) -> None:
