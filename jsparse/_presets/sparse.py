@@ -1,5 +1,6 @@
 """The published sparse algorithms by name: each combines a selector with an all-reduce."""
 
+import dataclasses
 from typing import Literal, Unpack
 
 from .._comm.comm import CommLike, as_comm
@@ -294,11 +295,9 @@ def dgc(
       Training, ICLR 2018, sections 3.1 to 3.3, Algorithm 4. At density 1 it does what the authors'
       code does.
     """
-
-    def with_momentum(feedback):
-        return MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, feedback)
-
-    return of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold, memory=with_momentum)
+    plain = of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold).synchroniser
+    memory = MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, plain.memory)
+    return SparseAllReduce.of(dataclasses.replace(plain, memory=memory))
 
 
 def hitopk(
@@ -341,8 +340,6 @@ def hitopk(
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
       MLSys 2021, section 3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
     """
-
-    def shards(flat):
-        return Shards(flat.scope, flat.dense_below, intra=as_comm(intra))
-
-    return of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK, space=shards)
+    flat = of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK).synchroniser
+    space = Shards(flat.space.scope, flat.space.dense_below, intra=as_comm(intra))
+    return SparseAllReduce.of(dataclasses.replace(flat, space=space))
