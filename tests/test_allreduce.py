@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,44 @@ def test_oktopk_cuts_regions_of_equal_parts(size: int, count: int):
     starts = np.asarray(_cut(x, jnp.zeros(size, jnp.int32)))
     parts = np.diff([*np.searchsorted(indices, starts), count])
     assert set(parts) <= {count // size, count // size + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(jsparse.AxisComm):
+    """Does with an all-gather what a GPU does with one ragged exchange."""
+
+    def ragged_all_to_all(self, x, lengths, arriving, output):
+        rows, counts = (self.all_gather(each)[:, self.rank()] for each in (x, lengths))
+        there = (jnp.arange(x.shape[1])[None] < arriving[:, None])[..., None]
+        return jnp.where(there & (counts == arriving)[:, None, None], rows, output)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_ragged_split_sends_only_what_is_selected_and_gives_the_same_bits(size: int):
+    rng = np.random.default_rng(size)
+    gradients = rng.normal(size=(4, size, 1003)).astype(np.float32) ** 3
+    runs = {}
+    for split, comm in (("all_to_all", AXIS), ("ragged", Ragged(AXIS))):
+        tx = jsparse.oktopk(comm, density=0.05, split=split)
+        state = jax.vmap(lambda _, tx=tx: tx.init(jnp.zeros(1003)), axis_name=AXIS)(jnp.arange(size))
+        update, steps = jax.jit(jax.vmap(tx.update, axis_name=AXIS)), []
+        for gradient in gradients:
+            updates, state = update(gradient, state)
+            steps.append((updates, state.buckets, state.report.words))
+        runs[split] = steps
+    room = math.ceil((1.25 + math.log2(size) / 8) * math.ceil(50 / size))
+    for (updates, state, words), (other, others, fewer) in zip(*runs.values(), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), (other, others))
+        # Lengths are told in one word for each worker.
+        saved = np.asarray(words, np.int64) - np.asarray(fewer, np.int64) + size - 1
+        assert (saved >= 2 * ((size - 1) * room - 50)).all()
+        assert (saved < 2 * (size - 1) * room).all()
+
+
+def test_where_no_ragged_split_can_be():
+    with pytest.raises(ValueError, match="leave wire out"):
+        tx = jsparse.oktopk(Ragged(AXIS), density=0.05, split="ragged", wire=jsparse.wire.Compact())
+        jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS), jnp.ones((2, 100)))
 
 
 def test_topk_dsa_is_ssar_split_allgather_by_another_name():

@@ -31,6 +31,7 @@ PRESETS = {
     "topk_allgather": lambda: jsparse.topk_allgather(AXIS, density=0.01, scope="leaf", dense_below=10_000),
     "oktopk": lambda: jsparse.oktopk(AXIS, density=0.01, scope="leaf", dense_below=10_000),
 }
+RAGGED = {"ragged": lambda: jsparse.oktopk(AXIS, density=0.01, split="ragged")}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -117,7 +118,7 @@ def loss_fn(params, batch):
 @functools.cache
 def compiled(preset: str) -> str:
     """A training step, compiled for eight GPUs."""
-    tx = optax.chain(PRESETS[preset](), optax.sgd(0.1))
+    tx = optax.chain((PRESETS | RAGGED)[preset](), optax.sgd(0.1))
     params = [{"b": jnp.zeros(m), "w": jnp.zeros((n, m))} for n, m in itertools.pairwise(WIDTHS)]
     here = jsparse.train_step(loss_fn, tx, Mesh(np.array(jax.devices()[:8]), (AXIS,)), AXIS).init(params)
     mesh = Mesh(np.array(devices("1x8x1")), (AXIS,))
@@ -174,3 +175,10 @@ def test_oktopk_buckets_overlap_with_each_other_except_in_branches():
     gathers = [part for part in text.split("\n\n") if "all-gather-start(" in part and not part.startswith("ENTRY")]
     assert gathers
     assert all(part.count("all-gather-start(") == part.count("all-gather-done(") for part in gathers)
+
+
+@needs_plugin
+@pytest.mark.full
+def test_a_ragged_split_compiles_for_gpus():
+    """The CPU has no such collective."""
+    assert compiled("ragged").count(" ragged-all-to-all(") + compiled("ragged").count(" ragged-all-to-all-start(") == 1

@@ -56,6 +56,20 @@ class Comm(Protocol):
         """
         ...
 
+    def ragged_all_to_all(self, x: jax.Array, lengths: jax.Array, arriving: jax.Array, output: jax.Array) -> jax.Array:
+        """Exchanges the beginnings of rows, each as long as its contents.
+
+        Args:
+          x: shape ``(P, length, ...)``: row ``i`` has what goes to worker ``i``.
+          lengths: int32, shape ``(P,)``: how many entries of each row are sent.
+          arriving: int32, shape ``(P,)``: how many arrive from each worker.
+          output: of the shape of ``x``: what the result holds beside what arrives.
+
+        Returns:
+          ``output``, where row ``j`` begins with what arrives from worker ``j``.
+        """
+        raise NotImplementedError(f'{type(self).__name__} sends no ragged messages: take split="all_to_all"')
+
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         """Sums ``x``, shape ``(P, ...)``, over workers. Worker ``i`` gets row ``i`` of the sum."""
         ...
@@ -132,6 +146,14 @@ class AxisComm:
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         return lax.all_to_all(self.varying(x), self.axis, split_axis=0, concat_axis=0)
+
+    def ragged_all_to_all(self, x: jax.Array, lengths: jax.Array, arriving: jax.Array, output: jax.Array) -> jax.Array:
+        size, length = x.shape[:2]
+        rows = length * lax.iota(jnp.int32, size)
+        mine = jnp.full(size, length * self.rank())
+        entries, kept = (self.varying(each.reshape(size * length, *x.shape[2:])) for each in (x, output))
+        offsets = self.varying((rows, lengths, mine, arriving))
+        return lax.ragged_all_to_all(entries, kept, *offsets, axis_name=self.axis).reshape(x.shape)
 
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         return lax.psum_scatter(self.varying(x), self.axis)

@@ -29,7 +29,7 @@ def collective_cost(name: str, payload: int, size: int) -> Cost:
 
     Args:
       name: the collective's name in ``jax.lax``.
-      payload: bytes of the worker's operand.
+      payload: bytes of the worker's operand. For a ragged exchange, that is the most it can send.
       size: P.
 
     Raises:
@@ -41,7 +41,7 @@ def collective_cost(name: str, payload: int, size: int) -> Cost:
             return Cost(-(-2 * payload * (size - 1) // size), 2 * rounds)
         case "all_gather":
             return Cost(payload * (size - 1), rounds)
-        case "all_to_all":
+        case "all_to_all" | "ragged_all_to_all":
             return Cost(-(-payload * (size - 1) // size), size - 1)
         case "psum_scatter":
             return Cost(-(-payload * (size - 1) // size), rounds)

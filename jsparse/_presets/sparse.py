@@ -71,7 +71,7 @@ def oktopk(
     density: float | None = None,
     tau_threshold: int = 32,
     tau_region: int | None = 1,
-    split: Literal["all_to_all", "rotate"] = "all_to_all",
+    split: Literal["all_to_all", "rotate", "ragged"] = "all_to_all",
     put_back: Literal["senders", "owner", "server"] = "senders",
     **options: Unpack[Options],
 ) -> SparseAllReduce:

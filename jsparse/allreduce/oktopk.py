@@ -39,7 +39,7 @@ from kernels_pallas import bitmap, select_above
 from .._comm.comm import Comm
 from .._vector.density import check_steps
 from .._vector.sparse_vector import SparseVector
-from ..wire import Messages
+from ..wire import Full, Messages
 from ._base import AllReduce, ReduceReport
 from ._gather import gather_parts
 from ._threshold import global_threshold, reused_threshold
@@ -85,9 +85,11 @@ class OkTopk(AllReduce):
       tau_region: τ, the number of steps between repartitions of the regions. None leaves the
         regions equal. The regions of a step are cut by what the workers selected in the step
         before. The cuts ride on messages that are sent anyway: ``2(P-1)`` words in each step.
-      split: how regions are sent: ``"all_to_all"``, or ``"rotate"``, which makes P-1 shifted
-        exchanges. That is the paper's destination rotation. XLA can overlap these exchanges with
-        the union of their indices. Both give the same bits.
+      split: how regions are sent: ``"all_to_all"``; or ``"rotate"``, which makes P-1 shifted
+        exchanges, the paper's destination rotation. XLA can overlap these exchanges with the union
+        of their indices. ``"ragged"`` sends messages as long as their contents, by
+        ``jax.lax.ragged_all_to_all``, for which their lengths are exchanged first. It runs on GPUs
+        only, at full width. All give the same bits.
       put_back: who keeps a sum that does not reach the global threshold. ``"senders"`` is the
         paper's rule: each worker that sent a part of it puts this part back into its residual.
         With ``"owner"`` the worker that owns the region takes over the whole sum into its own
@@ -113,7 +115,7 @@ class OkTopk(AllReduce):
 
     tau_threshold: int = 32
     tau_region: int | None = 1
-    split: Literal["all_to_all", "rotate"] = "all_to_all"
+    split: Literal["all_to_all", "rotate", "ragged"] = "all_to_all"
     put_back: Literal["senders", "owner", "server"] = "senders"
     room: float | None = None
     correct: bool = True
@@ -123,8 +125,8 @@ class OkTopk(AllReduce):
         check_steps("tau_threshold", self.tau_threshold)
         if self.tau_region is not None:
             check_steps("tau_region", self.tau_region)
-        if self.split not in ("all_to_all", "rotate"):
-            raise ValueError(f'split is {self.split!r}; choose "all_to_all" or "rotate"')
+        if self.split not in ("all_to_all", "rotate", "ragged"):
+            raise ValueError(f'split is {self.split!r}; choose "all_to_all", "rotate" or "ragged"')
         if self.put_back not in ("senders", "owner", "server"):
             raise ValueError(f'put_back is {self.put_back!r}; choose "senders", "owner" or "server"')
         if self.room is not None and not 1 <= self.room <= 2:
@@ -162,7 +164,7 @@ class OkTopk(AllReduce):
         room = min(k, math.ceil((self.room or min(2, 1.25 + math.log2(size) / 8)) * share))
         own_room = room if self.put_back == "senders" else k
         sent, own, reduced, cut = _split_and_reduce(
-            comm, x, starts, cuts, (room, own_room), rotate=self.split == "rotate", step=step, wire=wire
+            comm, x, starts, cuts, (room, own_room), split=self.split, step=step, wire=wire
         )
         delivered = sent.followed_by(own)
         overflowed = x.count - delivered.count
@@ -233,7 +235,7 @@ def _split_and_reduce(
     cuts: jax.Array,
     rooms: tuple[int, int],
     *,
-    rotate: bool,
+    split: str,
     step: jax.Array,
     wire: Messages,
 ) -> tuple[SparseVector, SparseVector, SparseVector, jax.Array]:
@@ -246,7 +248,7 @@ def _split_and_reduce(
       cuts: int32, shape ``(P, 0)`` or ``(P, 1)``: what goes to each owner beside its elements.
       rooms: the most elements that go to another worker, and that this worker keeps of its own
         region. Those are not sent.
-      rotate: whether to make P-1 shifted exchanges.
+      split: how to exchange, as in :class:`OkTopk`.
       step: int32 scalar, alike on all workers.
       wire: the layout of the messages.
 
@@ -264,8 +266,8 @@ def _split_and_reduce(
     words = messages.shape[1]
     messages = jnp.concatenate([messages, cuts], axis=1)
     union = own.union()
-    if not rotate:
-        messages = comm.all_to_all(messages)
+    if split != "rotate":
+        messages = _exchange(comm, messages, sent, wire) if split == "ragged" else comm.all_to_all(messages)
         runs = wire.decode(messages[:, :words], room, x.n, x.values.dtype)
         union = runs.union(union)
     else:
@@ -287,6 +289,21 @@ def _split_and_reduce(
     # A sum of quotients and remainders. The sum itself would overflow from P * n = 2**31 on.
     mean = jnp.sum(cuts // size, axis=0) + jnp.sum(cuts % size, axis=0) // size
     return sent, own, reduced, mean
+
+
+def _exchange(comm: Comm, messages: jax.Array, sent: SparseVector, wire: Messages) -> jax.Array:
+    """What ``comm.all_to_all(messages)`` gives, without sending the messages' unused places."""
+    if not isinstance(wire.wire, Full):
+        raise ValueError(f'split="ragged" sends elements at full width, and the wire is {wire.wire}: leave wire out')
+    size, room = sent.indices.shape
+    words = wire.words(room, sent.n, sent.values.dtype)
+    values, indices, cuts = jnp.split(messages, [words - room, words], axis=1)
+    elements = jnp.concatenate([values.reshape(size, room, -1), indices[..., None]], axis=2)
+    lengths = sent.count
+    told = comm.all_to_all(jnp.concatenate([lengths[:, None], cuts], axis=1))
+    unused = jnp.zeros_like(elements).at[..., -1].set(sent.n)
+    elements = comm.ragged_all_to_all(elements, lengths, told[:, 0], unused)
+    return jnp.concatenate([elements[..., :-1].reshape(size, -1), elements[..., -1], told[:, 1:]], axis=1)
 
 
 def _name_cancelled(reduced: SparseVector, share: int, step: jax.Array) -> jax.Array:
