@@ -379,7 +379,7 @@ def oktopk(
     for worker, indices in enumerate(local):
         for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
             message = indices[(indices >= start) & (indices < end)]
-            # An owner that takes sums over holds many elements of its region, which it need not send.
+            # What an owner holds of its own region need not be sent.
             most = k if owner == worker and put_back != "senders" else room
             if len(message) > most:
                 first = (step * most) % len(message)

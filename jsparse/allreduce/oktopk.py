@@ -307,7 +307,7 @@ def _exchange(comm: Comm, messages: jax.Array, sent: SparseVector, wire: Message
 
 
 def _name_cancelled(reduced: SparseVector, share: int, step: jax.Array) -> jax.Array:
-    """The values by which sums are selected: those of sums that are exactly 0 are raised, in turns.
+    """The values by which sums are selected: some of those that are exactly 0 are raised, in turns.
 
     Elements that cancel arrived, so they are delivered. Their senders learn this when the index is
     among the gathered ones. Otherwise they would select them for ever. A step names at most a
