@@ -64,7 +64,8 @@ class LanguageModel(nnx.Module):
         self.last = nnx.Linear(width, vocabulary, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(self.lstm(self.embed(x)))
+        words: jax.Array = self.lstm(self.embed(x))  # pyright: ignore[reportAssignmentType]
+        return self.last(words)
 
 
 def image_task(name: str, workers: int, args: argparse.Namespace, rng: np.random.Generator) -> Task:

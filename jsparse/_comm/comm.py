@@ -68,7 +68,7 @@ class Comm(Protocol):
         Returns:
           ``output``, where row ``j`` begins with what arrives from worker ``j``.
         """
-        raise NotImplementedError(f'{type(self).__name__} sends no ragged messages: take split="all_to_all"')
+        ...
 
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         """Sums ``x``, shape ``(P, ...)``, over workers. Worker ``i`` gets row ``i`` of the sum."""

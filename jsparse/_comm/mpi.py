@@ -136,6 +136,10 @@ class MpiComm(Comm):
         """
         return _as_bits(lambda bits: mpi4jax().alltoall(bits, comm=self.communicator), x)
 
+    def ragged_all_to_all(self, x: jax.Array, lengths: jax.Array, arriving: jax.Array, output: jax.Array) -> jax.Array:
+        """Refuses: mpi4jax has no messages whose length depends on the data."""
+        raise ValueError('MPI has no ragged exchange here: take split="all_to_all"')
+
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         """The sum over processes of ``x``, shape ``(P, ...)``; process ``i`` gets row ``i`` of it.
 

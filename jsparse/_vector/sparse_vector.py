@@ -1,6 +1,7 @@
 """The sparse vector: indices and values, in buffers of static length."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -114,14 +115,19 @@ class SparseVector:
         if self.values.ndim == 1 and not others:
             return self
         if union is None:
-            for x in vectors:
-                union = x.union(union)
+            union = functools.reduce(lambda union, x: x.union(union), others, self.union())
         capacity = min(sum(x.values.size for x in vectors) if capacity is None else capacity, self.n)
         total = jnp.zeros(capacity, self.values.dtype)
         for x in vectors:
-            places = jnp.where(x.indices < x.n, bitmap.rank(union, x.indices), capacity)
-            total = SparseVector(x.values, places, capacity).add_into(total)
+            total = SparseVector(x.values, x.ranks(union, capacity), capacity).add_into(total)
         return SparseVector(total, bitmap.members(union, capacity, self.n)[0], self.n)
+
+    def ranks(self, union: jax.Array, capacity: int) -> jax.Array:
+        """The place of each element in a run of all members of a bitmap.
+
+        It is int32, of the shape of ``self.indices``; ``capacity`` for unused places.
+        """
+        return jnp.where(self.indices < self.n, bitmap.rank(union, self.indices), capacity)
 
     def concatenate(self, capacity: int) -> "SparseVector":
         """The same vector as one run, if each run's indices are above those of the run before."""

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import bitmap
+
 from .._comm.comm import CommLike, as_comm
 from .._vector.sparse_vector import SparseVector
 from ..wire import Full, Wire
@@ -48,8 +50,9 @@ def _reduce(comm: CommLike, x: SparseVector, wire: Wire, neutral: float, combine
     comm, messages = as_comm(comm), wire.at(jnp.int32(0))
     received = comm.all_gather(messages.encode(x))
     everyone = messages.decode(received, x.capacity, x.n, x.values.dtype)
-    indices, ranks = everyone.places(everyone.union())
+    union, capacity = everyone.union(), min(everyone.values.size, x.n)
+    indices, _ = bitmap.members(union, capacity, x.n)
     values = jnp.where(everyone.indices < x.n, everyone.values, neutral)
-    places = indices.shape[0]
-    best = combine(values.reshape(-1), ranks.reshape(-1), num_segments=places + 1)[:places]
+    places = everyone.ranks(union, capacity)
+    best = combine(values.reshape(-1), places.reshape(-1), num_segments=capacity + 1)[:capacity]
     return SparseVector(jnp.where(indices < x.n, best, 0), indices, x.n)

@@ -204,7 +204,7 @@ class OkTopk(AllReduce):
             delivered = delivered.followed_by(SparseVector(-over.values, over.indices, x.n))
         if rounding is not None:
             delivered = delivered.followed_by(rounding.where(bitmap.contains(reached, rounding.indices)))
-        if cut.shape[-1]:
+        if self.tau_region is not None and k < x.n:
             starts = jnp.where((step + 1) % self.tau_region == 0, cut[:, 0], starts)
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
@@ -307,7 +307,7 @@ def _exchange(comm: Comm, messages: jax.Array, sent: SparseVector, wire: Message
 
 
 def _name_cancelled(reduced: SparseVector, share: int, step: jax.Array) -> jax.Array:
-    """The values by which sums are selected: some of those that are exactly 0 are raised, in turns.
+    """The values by which sums are selected: some that are exactly 0 are raised, in turns.
 
     Elements that cancel arrived, so they are delivered. Their senders learn this when the index is
     among the gathered ones. Otherwise they would select them for ever. A step names at most a
