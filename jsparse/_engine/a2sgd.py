@@ -13,6 +13,7 @@ from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
+from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .agreement import check, check_floats, varying_over
 from .outcome import begin, finish_report, report_of
@@ -37,6 +38,9 @@ class TwoMeans(Synchroniser):
 
     comm: Comm
     per_leaf: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
 
     @property
     def levels(self) -> tuple[Comm, ...]:

@@ -16,6 +16,7 @@ from .._engine.memory import ErrorFeedback, largest_addend
 from .._engine.reducer import Counts, Reduced, Reducer, count
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
+from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.random import key_of
@@ -59,13 +60,16 @@ class LowRank(Reducer):
       rank, min_rate, seed: as in :func:`powersgd`.
     """
 
+    of_the_sum = True
+
     rank: int = 4
     min_rate: float = 2.0
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank is {self.rank!r}; it is a number of columns, at least 1")
+        check_fields(self)
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; it is a number of columns, at least 1")
         if not self.min_rate >= 0:
             raise ValueError(
                 f"min_rate is {self.min_rate}; it is how many times smaller the factors must be than the matrix, at "

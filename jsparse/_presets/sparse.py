@@ -297,7 +297,9 @@ def dgc(
     def with_momentum(feedback):
         return MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, feedback)
 
-    return of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold, memory=with_momentum)
+    return of_density(
+        comm, density, TopkAllGather() if allreduce is None else allreduce, options, DgcThreshold, memory=with_momentum
+    )
 
 
 def hitopk(
@@ -344,4 +346,6 @@ def hitopk(
     def shards(flat):
         return Shards(flat.scope, flat.dense_below, intra=as_comm(intra))
 
-    return of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK, space=shards)
+    return of_density(
+        inter, density, TopkAllGather() if allreduce is None else allreduce, options, MSTopK, space=shards
+    )

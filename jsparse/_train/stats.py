@@ -129,4 +129,11 @@ def find(opt_state: Any) -> SparseAllReduceState:
             "one. If there are several, pass a part of the state that holds one. If there is none, put a preset such "
             "as jsparse.oktopk(axis, density=0.01) into the chain"
         )
+    # To compute with a deleted array ends the process in some versions of jaxlib.
+    arrays = [leaf for leaf in jax.tree.leaves(found[0]) if not isinstance(leaf, np.ndarray | jax.core.Tracer)]
+    if any(leaf.is_deleted() for leaf in arrays):
+        raise ValueError(
+            "the optimizer state was donated to a step, which overwrote its arrays: read the state that this step "
+            "returned"
+        )
     return found[0]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._comm.comm import Comm
+from .._vector.arguments import check_fields
 from .._vector.sparse_vector import SparseVector
 from ..wire import Messages
 
@@ -36,6 +37,9 @@ class AllReduce:
 
     sparse: ClassVar[bool] = True
     staleness = 0
+
+    def __post_init__(self):
+        check_fields(self)
 
     @property
     def unbiased(self) -> bool:

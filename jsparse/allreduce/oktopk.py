@@ -106,6 +106,7 @@ class OkTopk(AllReduce):
     balance_above: float = 2.0
 
     def __post_init__(self):
+        super().__post_init__()
         check_steps("tau_threshold", self.tau_threshold)
         check_steps("tau_region", self.tau_region)
         if self.split not in ("all_to_all", "rotate"):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 WORD = 32
 
 
+@runtime_checkable
 class Quantizer(Protocol):
     """Encodes values in fewer bits than they have: a frozen dataclass of hyperparameters.
 
@@ -138,6 +139,12 @@ def bucket_length(m: int, bucket: int | None) -> int:
 
 def buckets(m: int, bucket: int | None) -> int:
     return -(-m // bucket_length(m, bucket))
+
+
+def check_quantizer(name: str, quantize: Any) -> None:
+    """Refuses what is no quantizer, such as a class of quantizers."""
+    if not isinstance(quantize, Quantizer) or isinstance(quantize, type):
+        raise ValueError(f"{name} is {quantize!r}; it must be a quantizer, such as quantize.Block8()")
 
 
 def check_bucket(bucket: int | None) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._vector.arguments import check_fields
 from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, share
 
 LEVELS = 127
@@ -28,6 +29,7 @@ class Block8(Quantizer):
     bucket: int | None = 256
 
     def __post_init__(self):
+        check_fields(self)
         check_bucket(self.bucket)
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._vector.arguments import check_fields
 from .._vector.random import uniform
 from ._base import (
     Quantizer,
@@ -57,6 +58,7 @@ class QSGD(Quantizer):
     seed: int = 0
 
     def __post_init__(self):
+        check_fields(self)
         check_levels(self.levels)
         check_bucket(self.bucket)
         if self.scale not in ("norm", "max"):

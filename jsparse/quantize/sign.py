@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._vector.arguments import check_fields
 from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, share, total
 
 
@@ -31,6 +32,7 @@ class Sign(Quantizer):
     zeros: bool = True
 
     def __post_init__(self):
+        check_fields(self)
         check_bucket(self.bucket)
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
