@@ -187,8 +187,8 @@ def powersgd(
         (``"local"``, as in the authors' package powersgd), or the update itself (``"mean"``, as in
         PyTorch's hook). Both have the same sum over the workers, so both lose nothing. With
         ``"mean"`` a step takes one product less, but all that differs between the workers'
-        gradients piles up in their residuals; with ``"local"`` only what the columns of ``P`` do
-        not span.
+        gradients piles up in their residuals, and so it warns; with ``"local"`` only what the
+        columns of ``P`` do not span.
       seed: of the normal numbers with which ``Q`` begins, the same on all workers.
 
     Returns:

@@ -33,9 +33,10 @@ class LazyParser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int:
     """Reads a whole number, which may be written like 25e6."""
-    if float(text) != int(float(text)):
+    number = float(text)
+    if not number.is_integer():
         raise ValueError
-    return int(float(text))
+    return int(number)
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, plot: str, figures: str = "the figures") -> None:
@@ -68,10 +69,13 @@ def output(
         print(json.dumps(figures, indent=2))
     else:
         show(figures)
-    if args.json and args.json != "-":
-        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
-    if args.plot:
-        draw(figures, args.plot)
+    try:
+        if args.json and args.json != "-":
+            pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
+        if args.plot:
+            draw(figures, args.plot)
+    except OSError as error:
+        raise ValueError(f"{error}: give --json and --plot files that can be written") from error
 
 
 def progress_bar(*, disable: bool = False) -> rich.progress.Progress:
