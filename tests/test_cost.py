@@ -61,6 +61,16 @@ def test_nothing_to_send():
     assert [part.bytes for part in cost.exact(jsparse.oktopk(AXIS, density=0.1), {"a": jnp.zeros((0, 3))}, 8)] == [0, 0]
 
 
+def test_phases_send_the_bytes_of_one_and_the_messages_of_another():
+    n, size = 100_000, 8
+    sparse = jsparse.oktopk(AXIS, density=0.01)
+    both = cost.exact(jsparse.phases(((5, jsparse.dense(AXIS)), sparse)), jnp.zeros(n), size)
+    alone = cost.exact(sparse, jnp.zeros(n), size)
+    opening = 2 * math.log2(size)  # Messages with which a step opens, in a dense phase, too.
+    assert [sent.messages for sent in both] == [2 * math.log2(size) + opening, alone[1].messages]
+    assert [sent.bytes for sent in both] == [alone[0].bytes, 8 * n * (size - 1) / size + 14]
+
+
 def test_models_stay_near_what_is_sent():
     """The models leave out the exchanges of a few words.
 
