@@ -402,6 +402,12 @@ def test_a_worker_with_the_state_of_two(tx):
         jax.vmap(tx.update, axis_name=AXIS)({"w": jnp.ones((2, 8))}, joined)
 
 
+@pytest.mark.parametrize("number", [None, "two", 2.5, 0])
+def test_micro_batches_that_are_no_number(number):
+    with pytest.raises(ValueError, match=f"micro_batches is {number!r}"):
+        jsparse.train_step(loss_fn, topk(), transports.mesh(2), AXIS, micro_batches=number)
+
+
 @pytest.mark.parametrize("read", [jsparse.stats, jsparse.residual])
 def test_readers_of_a_donated_state(read):
     step = step_of(topk(), 2)

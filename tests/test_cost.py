@@ -320,6 +320,8 @@ def test_the_choice():
         (lambda: cost.Node(2, math.nan, 0), "link"),
         (lambda: cost.link(0, 1), "0 Gbit/s"),
         (lambda: cost.link(1, -1), "-1 microseconds"),
+        (lambda: cost.link("fast", 1), "gbit is 'fast'; it must be a number"),
+        (lambda: cost.predict("dense", 10, 1, None, 0, 0), "P is None; it must be a number"),
     ],
 )
 def test_wrong_arguments(call, message: str):

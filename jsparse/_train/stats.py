@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
@@ -130,7 +130,7 @@ def find(opt_state: Any) -> SparseAllReduceState:
             "as jsparse.oktopk(axis, density=0.01) into the chain"
         )
     # To compute with a deleted array ends the process in some versions of jaxlib.
-    arrays = [leaf for leaf in jax.tree.leaves(found[0]) if not isinstance(leaf, np.ndarray | jax.core.Tracer)]
+    arrays = [leaf for leaf in jax.tree.leaves(found[0]) if not isinstance(leaf, np.ndarray | core.Tracer)]
     if any(leaf.is_deleted() for leaf in arrays):
         raise ValueError(
             "the optimizer state was donated to a step, which overwrote its arrays: read the state that this step "

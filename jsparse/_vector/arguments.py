@@ -1,4 +1,4 @@
-"""Checks of the hyperparameters that frozen dataclasses hold."""
+"""Checks of hyperparameters: whether they are numbers at all."""
 
 import dataclasses
 import numbers
@@ -25,10 +25,14 @@ def check_fields(part: Any) -> None:
       ValueError: a field holds something else than its type says.
     """
     for field in dataclasses.fields(part):
-        kinds, value = typing.get_args(field.type) or (field.type,), getattr(part, field.name)
-        if not all(kind in KINDS for kind in kinds):
-            continue
-        # A bool is a whole number to Python.
-        taken = bool in kinds if isinstance(value, bool) else isinstance(value, tuple(KINDS[kind][0] for kind in kinds))
-        if not taken:
-            raise ValueError(f"{field.name} is {value!r}; it must be {' or '.join(KINDS[kind][1] for kind in kinds)}")
+        kinds = typing.get_args(field.type) or (field.type,)
+        if all(kind in KINDS for kind in kinds):
+            check_kind(field.name, getattr(part, field.name), *kinds)
+
+
+def check_kind(name: str, value: Any, *kinds: Any) -> None:
+    """Refuses a value that is of none of these types, which are keys of ``KINDS``."""
+    # A bool is a whole number to Python.
+    taken = bool in kinds if isinstance(value, bool) else isinstance(value, tuple(KINDS[kind][0] for kind in kinds))
+    if not taken:
+        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(KINDS[kind][1] for kind in kinds)}")

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from .._vector.arguments import check_fields
+from .._vector.arguments import check_fields, check_kind
 from .models import MODELS, Cluster
 
 
@@ -94,6 +94,8 @@ def link(gbit: float, microseconds: float) -> tuple[float, float]:
     >>> link(1, 50)
     (5e-05, 3.2e-08)
     """
+    check_kind("gbit", gbit, float)
+    check_kind("microseconds", microseconds, float)
     if not gbit > 0:
         raise ValueError(f"the bandwidth is {gbit} Gbit/s; it must be above 0")
     if not microseconds >= 0:
@@ -132,6 +134,8 @@ def predict(
     """
     if algorithm not in MODELS:
         raise ValueError(f"algorithm is {algorithm!r}; choose one of {', '.join(MODELS)}")
+    for name, value in (("n", n), ("k", k), ("P", P), ("alpha", alpha), ("beta", beta)):
+        check_kind(name, value, float)
     if max(n, P) > 2**53:
         raise ValueError(f"there are {n} elements and {P} workers; the model computes in floats: up to 2**53 of each")
     if not 1 <= k <= n:
