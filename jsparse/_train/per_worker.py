@@ -75,6 +75,9 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
       :func:`jsparse.init`: a state made inside ``shard_map(check_vma=True)`` is typed as alike on
       all workers until its first update.
 
+    Raises:
+      ValueError: from ``update``: the state is for other parameters, or another number of workers.
+
     Example (momentum correction)::
 
       tx = optax.chain(

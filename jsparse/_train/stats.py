@@ -26,6 +26,9 @@ def residual(opt_state: Any) -> jax.Array:
       ``scope="leaf"`` and ``dense_below``, those of the sparse leaves). ``n`` is 0 without error
       feedback. Over two levels it is the length of a shard. Over several processes the result is a
       global array: its ``addressable_shards`` are the rows of this process's workers.
+
+    Raises:
+      ValueError: the state holds no state of a jsparse transformation, or several, or was donated.
     """
     state = find(opt_state)
     workers = state.step.shape[0]
@@ -79,6 +82,9 @@ def stats(opt_state: Any) -> Stats:
 
     Returns:
       One entry for each worker.
+
+    Raises:
+      ValueError: as from :func:`residual`.
     """
     state = find(opt_state)
     sharding = state.step.sharding if is_global(state.step) else None
