@@ -119,7 +119,7 @@ def predict(
         Only ``hitopk``, ``torus`` and ``dense_hierarchical`` use both levels. The others run at
         ``alpha`` and ``beta`` throughout (inside a single node, at the node's own), and share the
         nodes' links as :class:`Node` says.
-      ring: whether sums and all-gathers run round a ring, as they mostly do in NCCL and gloo: in
+      ring: whether sums and all-gathers run round a ring, as backends may have it: in
         ``2 (P-1)`` and ``P - 1`` messages, one after the other. The papers' formulas, the default,
         count ``2 log P`` and ``log P``. The words are the same.
 
