@@ -53,6 +53,8 @@ class Row:
       dense_steps: the number of first steps in which it sums densely.
       alike: whether all workers get the same update, so that nothing may be lost; otherwise each
         has its own.
+      lossy: where rounding loses mass on purpose, the most that a step may lose of each element: a
+        function of the gradients, shape ``(P, N)``.
       mixes: whether an element of the sum depends on others, as in a product of matrices. Then
         rounding is small beside the largest elements, and not beside each. What is rounded also
         differs between transports, which add up products in different orders.
@@ -71,6 +73,7 @@ class Row:
     scale: int = 1
     dense_steps: int = 0
     alike: bool = True
+    lossy: Callable[[Any], Any] | None = None
     mixes: bool = False
     card: Card | None = None
 
@@ -455,11 +458,19 @@ ROWS = [
     ),
     Row(
         "qsgd",
+        lambda comm, density: jsparse.qsgd(comm),
+        sizes=(3, 8),
+        sparse=False,
+        exact=False,
+        lossy=oracles.qsgd_rounding,
+        card=Card("QSGD (Alistarh et al., NIPS 2017), 3.2 bits a value", "`0.408 n (P-1)`", "", "to compare"),
+    ),
+    Row(
+        "qsgd-feedback",
         lambda comm, density: jsparse.qsgd(comm, error_feedback=True),
         sizes=(8,),
         sparse=False,
         exact=False,
-        card=Card("QSGD (Alistarh et al., NIPS 2017), 3.2 bits a value", "`0.41 n (P-1)`", "", "to compare"),
     ),
     Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
     Row("topk_allgather-float16", wired(jsparse.topk_allgather, quantize.Float16()), sizes=(3,), exact=False),

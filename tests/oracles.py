@@ -317,6 +317,15 @@ def dgc(
     return steps
 
 
+def qsgd_rounding(gradients: np.ndarray, levels: int = 4, bucket: int = 512) -> np.ndarray:
+    """The most by which QSGD changes each element of the sum: for every worker one level, the norm
+    of the element's bucket over the number of levels (Algorithm 1). Shape ``(P, N)`` to ``(N,)``.
+    """
+    n = gradients.shape[1]
+    rows = np.pad(gradients.astype(np.float64), ((0, 0), (0, -n % bucket))).reshape(len(gradients), -1, bucket)
+    return np.repeat(np.linalg.norm(rows, axis=2).sum(0) / levels, bucket)[:n]
+
+
 class Projected(NamedTuple):
     """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the
     step.

@@ -1,5 +1,10 @@
 """Invariant 7: wrong use is refused with the fix named."""
 
+import dataclasses
+import inspect
+import math
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jsparse
 import transports
+from jsparse._presets import files
 from transports import AXIS
 
 allreduce, quantize, select = jsparse.allreduce, jsparse.quantize, jsparse.select
@@ -103,6 +109,58 @@ ARGUMENTS = [
     (lambda: jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce.OkTopk()), "select"),
     (lambda: jsparse.sparse_allreduce(AXIS, select=select.TopK(0.1), allreduce=allreduce.Dense()), "select"),
 ]
+
+
+PARTS = [
+    getattr(room, name)
+    for room in (select, quantize, jsparse.wire, allreduce)
+    for name in room.__all__
+    if dataclasses.is_dataclass(getattr(room, name)) and name != "Messages"
+]
+NEEDED = {"density": 0.1, "threshold": 1.0, "quantize": quantize.Block8()}
+# What a field of each type takes of the values below, unless they are out of its range.
+KINDS = {bool: {True}, int: {0, 7}, float: {0, 7, 0.5, math.inf}, type(None): {None}}
+
+
+def refusal(make) -> str | None:
+    """The message of the ValueError; None without one."""
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("part", [*PARTS, jsparse.ErrorFeedback, jsparse.cost.Node], ids=lambda part: part.__name__)
+def test_fields_hold_what_their_types_say(part: type):
+    fields = [field for field in dataclasses.fields(part) if field.init]
+    needed = {field.name: NEEDED[field.name] for field in fields if field.default is dataclasses.MISSING}
+    for field in fields:
+        kinds = typing.get_args(field.type) or (field.type,)
+        fits = [fit for kind in kinds for fit in KINDS.get(kind, ())]
+        for value in (None, "wrong", True, 0, 7, 0.5, math.inf, math.nan, [], {}, part):
+            message = refusal(lambda: part(**{**needed, field.name: value}))  # noqa: B023
+            if message is None:
+                assert any(type(value) is type(fit) and value == fit for fit in fits), f"{field.name} took {value!r}"
+            else:
+                assert f"{field.name} is {value!r}" in message
+
+
+def needed_by(name: str) -> dict:
+    """What a preset can't do without."""
+    if name == "sparse_allreduce":
+        return {"select": select.TopK(0.1), "allreduce": allreduce.TopkAllGather()}
+    return {option: NEEDED[option] for option in files.options_of(files.presets()[name]) if option in NEEDED}
+
+
+@pytest.mark.parametrize("name", sorted(files.presets()))
+def test_options_of_presets_hold_what_they_should(name: str):
+    preset = files.presets()[name]
+    axes = ("a", "b") if "intra" in inspect.signature(preset).parameters else ("a",)
+    preset(*axes, **needed_by(name))
+    for option in files.options_of(preset):
+        for value in ("wrong", [], {}, -0.5):
+            assert f"{option} is" in (refusal(lambda: preset(*axes, **{**needed_by(name), option: value})) or "")  # noqa: B023
 
 
 @pytest.mark.parametrize(("make", "message"), ARGUMENTS)
@@ -300,6 +358,66 @@ def test_a_state_of_another_transformation(made_by, given_to):
     state = jax.vmap(made_by.init, axis_name=AXIS)(grads)
     with pytest.raises(ValueError, match="initialise the state by the same transformation"):
         jax.vmap(given_to.update, axis_name=AXIS)(grads, state)
+
+
+def step_of(tx, size: int):
+    """A training step of so many workers."""
+    chain = optax.chain(tx, optax.scale(-0.1))
+    return jsparse.train_step(lambda params, x: jnp.sum(params["w"][None] * x), chain, transports.mesh(size), AXIS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jsparse.parameter_server(AXIS, staleness=2),
+        jsparse.oktopk(AXIS, density=0.5),
+        optax.chain(jsparse.per_worker(optax.trace(0.9)), jsparse.dense(AXIS)),
+    ],
+    ids=["parameter_server", "oktopk", "per_worker"],
+)
+@pytest.mark.parametrize(("had", "have"), [(4, 2), (2, 4)])
+def test_a_state_of_another_number_of_workers(tx, had: int, have: int):
+    """One that did not go through ``reshard``."""
+    params = {"w": jnp.ones(8)}
+    step, old = step_of(tx, have), step_of(tx, had).init(params)
+    state = step.init(params)._replace(opt_state=jax.tree.map(np.asarray, old.opt_state))
+    with pytest.raises(ValueError, match=r"jsparse\.reshard"):
+        step(state, jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jsparse.dense(AXIS),
+        jsparse.parameter_server(AXIS, staleness=2),
+        jsparse.a2sgd(AXIS),
+        jsparse.per_worker(optax.trace(0.9)),
+    ],
+    ids=["dense", "parameter_server", "a2sgd", "per_worker"],
+)
+def test_a_worker_with_the_state_of_two(tx):
+    """As in a loop of one's own, with as many workers as divide those of the state."""
+    grads = {"w": jnp.ones((4, 8))}
+    state = jax.vmap(tx.init, axis_name=AXIS)(grads)
+    joined = jax.tree.map(lambda x: x.reshape(2, -1), state)
+    with pytest.raises(ValueError, match=r"jsparse\.reshard"):
+        jax.vmap(tx.update, axis_name=AXIS)({"w": jnp.ones((2, 8))}, joined)
+
+
+@pytest.mark.parametrize("number", [None, "two", 2.5, 0])
+def test_micro_batches_that_are_no_number(number):
+    with pytest.raises(ValueError, match=f"micro_batches is {number!r}"):
+        jsparse.train_step(loss_fn, topk(), transports.mesh(2), AXIS, micro_batches=number)
+
+
+@pytest.mark.parametrize("read", [jsparse.stats, jsparse.residual])
+def test_readers_of_a_donated_state(read):
+    step = step_of(topk(), 2)
+    first = step.init({"w": jnp.ones(8)})
+    after, _ = step(first, jnp.ones((2, 8)))
+    with pytest.raises(ValueError, match="was donated to a step"):
+        read(first.opt_state)
+    read(after.opt_state)
 
 
 def test_no_state_at_all():

@@ -61,6 +61,16 @@ def test_nothing_to_send():
     assert [part.bytes for part in cost.exact(jsparse.oktopk(AXIS, density=0.1), {"a": jnp.zeros((0, 3))}, 8)] == [0, 0]
 
 
+def test_phases_send_the_bytes_of_one_and_the_messages_of_another():
+    n, size = 100_000, 8
+    sparse = jsparse.oktopk(AXIS, density=0.01)
+    both = cost.exact(jsparse.phases(((5, jsparse.dense(AXIS)), sparse)), jnp.zeros(n), size)
+    alone = cost.exact(sparse, jnp.zeros(n), size)
+    opening = 2 * math.log2(size)  # Messages with which a step opens, in a dense phase, too.
+    assert [sent.messages for sent in both] == [2 * math.log2(size) + opening, alone[1].messages]
+    assert [sent.bytes for sent in both] == [alone[0].bytes, 8 * n * (size - 1) / size + 14]
+
+
 def test_models_stay_near_what_is_sent():
     """The models leave out the exchanges of a few words.
 
@@ -92,6 +102,10 @@ def published(n: int, k: int, P: int) -> dict[str, tuple[float, tuple[float, ...
         "ssar_recursive_doubling": (log, (2 * k * log, 2 * k * (P - 1))),
         "ssar_split_allgather": (P - 1 + log, (2 * 2 * k * part, 2 * k * P)),
         "dsar_split_allgather": (P - 1 + log, (n * part, 2 * k + n * part)),
+        "dgc": (log, (2 * k * (P - 1), 2 * k * (P - 1))),
+        # Four values of 8 bits in a word, ten of 9 levels; and a scale for 256 and for 512 values.
+        "quantized": (P - 1 + log, 2 * (2 * part * (n / 4 + math.ceil(n / 256)),)),
+        "qsgd": (log, 2 * ((P - 1) * (n / 10 + math.ceil(n / 512)),)),
     }
 
 
@@ -107,6 +121,39 @@ def test_the_papers_tables(P: int):
         for load in (got.best, got.expected, got.worst):
             assert load.messages == messages
             assert load.seconds == pytest.approx(0.5 * load.messages + 0.25 * load.words)
+
+
+@pytest.mark.parametrize("name", [name for name in cost.ALGORITHMS if name in published(2, 1, 2)])
+def test_rings(name: str):
+    """An all-gather in ``P - 1`` messages, a sum in twice as many; the same words."""
+    n, k, P = 1_000_000, 1000, 8
+    tree, ring = (cost.predict(name, n, k, P, 0.5, 0.25, ring=ring).expected for ring in (False, True))
+    rounds = {"topk_allgather": 1, "dgc": 1, "qsgd": 1, "quantized": 1, "dense": 2, "a2sgd": 2, "gaussiank": 2}
+    rounds |= {"topk_dsa": 2, "oktopk": 2, "ssar_split_allgather": 1, "dsar_split_allgather": 1}
+    assert ring.messages - tree.messages == rounds.get(name, 0) * (P - 1 - math.log2(P))
+    assert ring.words == tree.words
+    assert ring.seconds == pytest.approx(0.5 * ring.messages + 0.25 * ring.words)
+    if name == "dense":  # Patarasuk and Yuan, 2009: a reduce-scatter and an all-gather of P - 1 steps each.
+        assert ring.messages == 2 * (P - 1)
+
+
+def test_rings_of_two_levels_and_the_choice():
+    node, slow = cost.Node(4, 0.1, 0.01), cost.link(1, 50)
+    got = {name: cost.predict(name, 1000, 10, 16, 1, 1, node=node, ring=True) for name in ("hitopk", "torus")}
+    assert got["hitopk"].expected.messages == 3 + (3 + 3)
+    assert got["torus"] == cost.predict("torus", 1000, 10, 16, 1, 1, node=node)
+    # At 32 workers Ok-Topk's gather would have 5 rounds, and has 31 in a ring; gTop-k's have 5.
+    n, k = 25_000_000, 25_000
+    assert (cost.choose(n, k, 32, *slow), cost.choose(n, k, 32, *slow, ring=True)) == ("oktopk", "gtopk")
+
+
+def test_qsgds_bytes():
+    """3.2 bits a value and 4 bytes for 512 of them: 0.408 bytes each, to every other worker."""
+    n, P = 512_000, 8
+    least, most = cost.exact(jsparse.qsgd(AXIS), jnp.zeros(n), P)
+    assert least == most
+    assert most.bytes == 4 * (P - 1) * (n / 10 + n / 512)
+    assert round(most.bytes / n / (P - 1), 3) == 0.408
 
 
 def test_the_thesiss_expectations():
@@ -197,6 +244,10 @@ def test_gtopks_figure_9():
     """Left: by workers, n = 25e6, density 0.001. Right: by n, on 32 workers."""
     n, k = 25_000_000, 25_000
     assert seconds("topk_allgather", n, k, 4) < seconds("gtopk_tree", n, k, 4) < 0.01
+    for P in (8, 16, 32, 64, 128):
+        assert seconds("gtopk_tree", n, k, P) < seconds("topk_allgather", n, k, P)
+    for P in (4, 8, 16, 32, 64, 128):
+        assert seconds("gtopk", n, k, P) < min(seconds(name, n, k, P) for name in ("topk_allgather", "gtopk_tree"))
     for P in (16, 32, 64, 128):
         assert seconds("gtopk_tree", n, k, P) < 0.65 * seconds("topk_allgather", n, k, P)
     gain = [seconds("topk_allgather", n, n // 1000, 32) / seconds("gtopk_tree", n, n // 1000, 32) for n in SIZES]
@@ -249,6 +300,8 @@ def test_the_choice():
     assert times["oktopk"] == min(times.values())
     # The cheapest of all, and never chosen: its workers' parameters differ.
     assert seconds("a2sgd", n, k, 32, slow) < times["oktopk"]
+    # At density 1 it would be a choice between sums of all elements, exact or rounded.
+    assert seconds("quantized", n, n, 8, slow) < seconds("dense", n, n, 8, slow)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +313,15 @@ def test_the_choice():
         (lambda: cost.predict("dense", 10, 1, 0, 0, 0), "0 workers"),
         (lambda: cost.predict("torus", 10, 1, 6, 0, 0, node=cost.Node(4)), "6 workers do not fill nodes of 4"),
         (lambda: cost.predict("dense", 10, 1, 2, -1, 0), "link"),
+        (lambda: cost.predict("dense", 10, 1, 10**20, 0, 0), r"up to 2\*\*53"),
+        (lambda: cost.predict("dense", 2**60, 1, 2, 0, 0), r"up to 2\*\*53"),
+        (lambda: cost.predict("dense", 2**50, 1, 2, 0, 1e290), "longer than floats can tell"),
         (lambda: cost.Node(0), "gpus is 0"),
         (lambda: cost.Node(2, math.nan, 0), "link"),
         (lambda: cost.link(0, 1), "0 Gbit/s"),
         (lambda: cost.link(1, -1), "-1 microseconds"),
+        (lambda: cost.link("fast", 1), "gbit is 'fast'; it must be a number"),
+        (lambda: cost.predict("dense", 10, 1, None, 0, 0), "P is None; it must be a number"),
     ],
 )
 def test_wrong_arguments(call, message: str):

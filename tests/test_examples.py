@@ -380,6 +380,14 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
         ([*PLAN, "--bandwidth", "0"], "0.0 Gbit/s"),
         ([*PLAN, "--gpus-per-node", "5"], "32 workers do not fill nodes of 5"),
         ([*PLAN, "--selection-time", "-1"], "at least 0"),
+        ([*PLAN, "--step-time", "nan"], "finite and at least 0"),
+        ([*PLAN, "--selection-time", "inf"], "finite and at least 0"),
+        ([*PLAN, "--latency", "inf"], "alpha is inf"),
+        ([*PLAN, "--bandwidth", "1e-307"], "takes longer than floats can tell"),
+        ([*PLAN, "--parameters", "1e400"], "invalid whole_number value"),
+        ([*PLAN, "--workers", "1" + 20 * "0"], "up to 2**53"),
+        ([*PLAN, "--plot", "/no/such/folder/x.png"], "No such file or directory"),
+        ([*PLAN, "--json", "/no/such/folder/x.json"], "files that can be written"),
     ],
 )
 def test_wrong_options_of_the_command_line(arguments, message: str, capsys):

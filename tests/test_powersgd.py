@@ -327,6 +327,36 @@ def trained(tx, epochs: int = 6) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("subtract", "piled_up", "lost"), [("local", (0, 10), 1e-3), ("mean", (5000, 7000), 0.5)])
+def test_10_000_steps_of_constant_gradients(subtract: str, piled_up: tuple[float, float], lost: float):
+    """Of four workers whose gradients differ by as much as they have in common.
+
+    With ``"mean"`` the residuals pile up, and rounding loses part of one mean gradient; the
+    updates still come to the mean gradient.
+    """
+    size, steps, rng = 4, 10_000, np.random.default_rng(0)
+    given = (rng.standard_normal((6, 8)) + rng.standard_normal((size, 6, 8))).astype(np.float32)
+    tx = jsparse.powersgd(AXIS, rank=2, min_rate=0, subtract=subtract)
+
+    def run(gradient):
+        def step(state, _):
+            update, state = tx.update([gradient], state)
+            return state, update[0]
+
+        return jax.lax.scan(step, tx.init([gradient]), None, length=steps)
+
+    state, updates = jax.jit(jax.vmap(run, axis_name=AXIS))(given)
+    residual = np.asarray(state.buckets[0].residual, np.float64).reshape(given.shape)
+    updates, mean = np.asarray(updates[0], np.float64), given.mean(0, dtype=np.float64)
+    norm, norms = np.linalg.norm(mean), np.linalg.norm(given, axis=(1, 2))
+    low, high = piled_up
+    assert low < np.mean(np.linalg.norm(residual, axis=(1, 2)) / norms) < high
+    assert np.linalg.norm(residual.mean(0)) < 5 * norm
+    assert np.linalg.norm(steps * mean - updates.sum(0) - residual.mean(0)) < lost * norm
+    assert np.linalg.norm(updates[-1000:].mean(0) - mean) < 0.01 * norm
+
+
+@pytest.mark.full
 def test_it_trains():
     dense = trained(jsparse.dense(AXIS))
     assert dense < 0.15

@@ -54,6 +54,21 @@ def test_loops_are_multiplied_and_branches_kept_apart():
     assert "branch 1" in text
 
 
+def test_bytes_and_messages_are_bounded_each_by_itself():
+    """One branch sends the most bytes, another the most messages."""
+
+    def program(x, which):
+        long = lambda: lax.psum(x, AXIS)[:1]  # noqa: E731
+        often = lambda: lax.fori_loop(0, 5, lambda i, y: lax.psum(y, AXIS), x[:1])  # noqa: E731
+        return lax.cond(which > 0, long, often)
+
+    traffic = jsparse.traffic(program, jnp.ones(1000), jnp.int32(1), axis_sizes=SIZES)
+    (branches,) = traffic.parts
+    assert {(branch.bytes, branch.messages) for branch in branches.branches} == {(6000, 4), (30, 20)}
+    assert (traffic.bytes, traffic.messages) == (6000, 20)
+    assert (traffic.least.bytes, traffic.least.messages) == (30, 4)
+
+
 def test_axes_that_the_program_binds_itself():
     @jax.jit
     def step(x):

@@ -13,6 +13,7 @@ import jsparse
 import scenarios
 import transports
 from algorithms import ROWS, Row
+from jsparse._engine.memory import largest_addend
 from tiers import quick
 from transports import AXIS, N
 
@@ -170,6 +171,24 @@ def test_finite_gradients_never_make_the_residual_infinite(row: Row, size: int):
         updates, state = update(transports.tree(huge), state)
         assert np.isfinite(transports.flat(updates, size)).all()
     assert np.isfinite(state.buckets[0].residual).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+def test_the_largest_addends_have_finite_sums(dtype):
+    """Added in the order of ranks, each sum rounded; for bfloat16, by the limit of float32."""
+    for size in range(1, 300):
+        limit = dtype(largest_addend(np.promote_types(dtype, np.float32), size))
+        assert np.isfinite(functools.reduce(lambda total, _: dtype(total + limit), range(size), dtype(0))), size
+
+
+def test_ten_workers_with_huge_gradients():
+    tx = jsparse.topk_allgather(AXIS, density=0.5)
+    huge = {"w": np.full((10, 8), 3e38, np.float32)}
+    state = jax.vmap(tx.init, axis_name=AXIS)(huge)
+    for _ in range(2):
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(huge, state)
+        assert np.isfinite(updates["w"]).all()
+    assert np.isfinite(jsparse.residual(jax.tree.map(lambda x: x.reshape(-1), state))).all()
 
 
 def test_one_executable_for_all_steps():

@@ -204,7 +204,7 @@ OTHERS = {
     "sparse_allreduce": {
         "select": select.RandomK(0.1, shared=False),
         "allreduce": jsparse.allreduce.DsarSplitAllGather(2, quantize=quantize.Block8()),
-        "error_feedback": jsparse.ErrorFeedback(decay=0.9, subtract="mean"),
+        "error_feedback": jsparse.ErrorFeedback(decay=0.9),
     },
     "hitopk": {"density": 0.02, "allreduce": jsparse.allreduce.OkTopk(split="rotate"), "wire": wire.Full()},
 }
@@ -257,7 +257,10 @@ def test_every_recommendation_goes_through_a_file(name: str, tmp_path):
         ('{"jsparse": 1, "preset": "oktopk", "options": {"densty": 1}}', "'density' is meant"),
         ('{"jsparse": 1, "preset": "oktopk"}', "density is missing"),
         ('{"jsparse": 1, "preset": "oktopk", "options": {"density": 2}}', "density is 2"),
-        ('{"jsparse": 1, "preset": "oktopk", "options": {"density": "much"}}', "its options are density"),
+        (
+            '{"jsparse": 1, "preset": "oktopk", "options": {"density": "much"}}',
+            "density is 'much'; it must be a number",
+        ),
         ('{"jsparse": 1, "preset": "oktopk", "options": {"density": 1, "wire": "Full"}}', "wire is 'Full'"),
         (
             '{"jsparse": 1, "preset": "oktopk", "options": {"density": 1, "wire": {"Full": {}}}}',
@@ -273,6 +276,21 @@ def test_every_recommendation_goes_through_a_file(name: str, tmp_path):
         (
             '{"jsparse": 1, "preset": "oktopk", "options": {"density": 1, "wire": {"wire.Compact": {"key": 3}}}}',
             "no option of wire.Compact 'key'",
+        ),
+        ("[" * 100_000, "too many brackets"),
+        ('{"jsparse": 1, "preset": "oktopk", "options": {"density": true}}', "density is True; it must be a number"),
+        ('{"jsparse": 1, "preset": "oktopk", "options": {"density": 1, "wire": null}}', "wire is None"),
+        ('{"jsparse": 1, "preset": "qsgd", "options": {"levels": 2.5}}', "levels is 2.5; it must be a whole number"),
+        ('{"jsparse": 1, "preset": "parameter_server", "options": {"staleness": 1e9}}', "staleness is 1000000000.0"),
+        ('{"jsparse": 1, "preset": "a2sgd", "options": {"per_leaf": "no"}}', "per_leaf is 'no'; it must be True or F"),
+        ('{"jsparse": 1, "preset": "quantized", "options": {"quantize": null}}', "quantize is None"),
+        (
+            '{"jsparse": 1, "preset": "sparse_allreduce", "options": {"select": null, "allreduce": null}}',
+            "allreduce is",
+        ),
+        (
+            '{"jsparse": 1, "preset": "oktopk", "options": {"density": 1, "wire": {"wire.Compact": {"values": null}}}}',
+            "values is None",
         ),
     ],
 )

@@ -3,9 +3,9 @@
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one worker sends: bytes and messages. Costs are compared by bytes first.
+    """What one worker sends: bytes and messages.
 
     >>> Cost(8, 1) + Cost(4, 2)
     Cost(bytes=12, messages=3)

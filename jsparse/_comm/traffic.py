@@ -49,19 +49,25 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """Parts of a program of which one runs."""
+    """Parts of a program of which one runs.
+
+    The branch that sends the most bytes may not be the one that sends the most messages. So bytes
+    and messages are bounded each by itself.
+    """
 
     branches: tuple["Traffic", ...]
 
     @property
     def cost(self) -> Cost:
-        """The cost of the most expensive branch."""
-        return max(branch.cost for branch in self.branches)
+        """The most bytes of any branch, and the most messages of any branch."""
+        costs = [branch.cost for branch in self.branches]
+        return Cost(max(cost.bytes for cost in costs), max(cost.messages for cost in costs))
 
     @property
     def least(self) -> Cost:
-        """The cost of the cheapest branch."""
-        return min(branch.least for branch in self.branches)
+        """The fewest bytes of any branch, and the fewest messages of any branch."""
+        costs = [branch.least for branch in self.branches]
+        return Cost(min(cost.bytes for cost in costs), min(cost.messages for cost in costs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +83,12 @@ class Traffic:
 
     @property
     def cost(self) -> Cost:
-        """The cost with the most expensive branches."""
+        """The most bytes and the most messages that a worker sends."""
         return sum((part.cost for part in self.parts), Cost())
 
     @property
     def least(self) -> Cost:
-        """The cost with the cheapest branches."""
+        """The fewest bytes and the fewest messages that a worker sends."""
         return sum((part.least if isinstance(part, Branches) else part.cost for part in self.parts), Cost())
 
     @property
@@ -92,7 +98,7 @@ class Traffic:
 
     @property
     def messages(self) -> int:
-        """Messages that a worker sends in the program's most expensive branches."""
+        """The most messages that a worker sends."""
         return self.cost.messages
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
+from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .agreement import check, varying_over
 from .outcome import begin
@@ -35,6 +36,9 @@ class TwoMeans(Synchroniser):
 
     levels: tuple[Comm]
     per_leaf: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
 
     def over(self, *comms: Comm) -> "TwoMeans":
         return dataclasses.replace(self, levels=comms)

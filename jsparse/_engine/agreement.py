@@ -74,10 +74,14 @@ def check(synchroniser: Any, grads: Any, state: Any) -> None:
     check_local(synchroniser.levels, grads)
     fix = (
         "initialise the state by the same transformation, with parameters of the gradients' shapes and types, for as "
-        "many workers as there are here"
+        "many workers as there are here; jsparse.reshard carries a state over to another number of workers"
     )
     if not isinstance(state, SparseAllReduceState):
         raise ValueError(f"the state is of type {type(state).__name__}, and that of another transformation: {fix}")
+    if state.step.shape != (1,):
+        raise ValueError(
+            f"the state has a step of shape {state.step.shape}, and each worker's part has one step: {fix}"
+        )
     had, have = (
         [(jax.tree_util.keystr(path), x.shape, x.dtype.name) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (state.buckets, jax.eval_shape(synchroniser.init, grads).buckets)

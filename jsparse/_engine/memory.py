@@ -7,6 +7,7 @@ buffer was full, a value was rounded. Whatever the reason, it is still in ``acc`
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import varying_as
 
+from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
@@ -42,9 +44,12 @@ class Memory:
 
     Attributes:
       feeds_back: whether what was not delivered is kept.
+      subtracts_mean: whether each worker subtracts the mean of what all of them delivered, in
+        place of what it delivered itself.
     """
 
     feeds_back = False
+    subtracts_mean = False
 
     def init(self, n: int, dtype: DTypeLike) -> Any:
         """The state before the first step, for a vector of length ``n``."""
@@ -128,8 +133,11 @@ class ErrorFeedback(Memory):
         elements in a step.
       subtract: ``"local"``: what this worker itself delivered. It changes k elements, in place.
         ``"mean"``: the update, ``total / P``, as one PowerSGD code does. Both have the same sum
-        over workers, so both lose nothing, the mean to rounding. The mean makes the workers'
-        residuals more alike, and changes them at every element of the sum.
+        over workers, so both lose nothing, the mean to rounding. But with the mean all that
+        differs between the workers' gradients stays in their residuals, which grow in every step.
+        So it warns. It is for reducers whose result depends on the sum of the residuals alone, as
+        that of :func:`jsparse.powersgd` does, and is refused with all others, where elements might
+        never arrive.
 
     >>> tx = jsparse.sparse_allreduce(
     ...     "data", select=jsparse.select.TopK(0.01), allreduce=jsparse.allreduce.TopkAllGather(),
@@ -143,6 +151,7 @@ class ErrorFeedback(Memory):
     subtract: Literal["local", "mean"] = "local"
 
     def __post_init__(self):
+        check_fields(self)
         if not 0 < self.decay <= 1:
             raise ValueError(
                 f"decay is {self.decay}; it is the factor by which a step multiplies the residual, above 0 and at "
@@ -150,12 +159,22 @@ class ErrorFeedback(Memory):
             )
         if self.subtract not in ("local", "mean"):
             raise ValueError(f'subtract is {self.subtract!r}; choose "local" or "mean"')
+        if self.subtracts_mean:
+            warnings.warn(
+                "subtract is 'mean': all that differs between the workers' gradients piles up in their residuals, and "
+                "the rounding errors of the updates grow with it: take 'local', the default",
+                stacklevel=3,
+            )
+
+    @property
+    def subtracts_mean(self) -> bool:
+        return self.subtract == "mean"
 
     def init(self, n: int, dtype: DTypeLike) -> Residual:
         return Residual(jnp.zeros(n, dtype))
 
     def limit(self, dtype: DTypeLike, size: int) -> float:
-        """The largest float over the number of workers.
+        """As :func:`largest_addend` says.
 
         A sum of finite gradients that became infinite would stay in the residual for ever.
         """
@@ -181,8 +200,13 @@ class ErrorFeedback(Memory):
 
 
 def largest_addend(dtype: DTypeLike, size: int) -> float:
-    """The largest magnitude of which ``size`` workers have a finite sum."""
-    return float(jnp.finfo(dtype).max) / size
+    """A magnitude of which ``size`` workers have a finite sum, however it is rounded.
+
+    It is the power of two whose sum is at most half of the first float that is too large. The
+    largest float over ``size`` would not do: rounded sums of ten of these are infinite in float32,
+    and bfloat16 rounds it up. Neither can happen to a power of two.
+    """
+    return 2.0 ** (int(jnp.finfo(dtype).maxexp) - 1 - (size - 1).bit_length())
 
 
 def _subtract(acc: jax.Array, delivered: SparseVector | jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
@@ -58,6 +59,7 @@ class MomentumCorrection(Memory):
     feedback: Memory = ErrorFeedback()
 
     def __post_init__(self):
+        check_fields(self)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -66,6 +68,10 @@ class MomentumCorrection(Memory):
     @property
     def feeds_back(self) -> bool:
         return self.feedback.feeds_back
+
+    @property
+    def subtracts_mean(self) -> bool:
+        return self.feedback.subtracts_mean
 
     def init(self, n: int, dtype: DTypeLike) -> Velocity:
         return Velocity(jnp.zeros(n, dtype), self.feedback.init(n, dtype))

@@ -63,11 +63,13 @@ class Reducer:
         and dense phases beside it take its memory over.
       unbiased: whether it rounds at random, right in expectation. Error feedback would blow up
         then.
+      of_the_sum: whether its result depends on the workers' vectors through their sum alone.
       staleness: by how many steps its sums are late.
     """
 
     sparse = False
     unbiased = False
+    of_the_sum = False
     staleness = 0
 
     def init(self, layout: Layout, size: int) -> Any:

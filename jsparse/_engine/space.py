@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._comm.comm import Comm
+from .._vector.arguments import check_fields
 from .._vector.buckets import Bucket, Scope, divide
 from .._vector.layout import Layout
 from .._vector.pending import Pending
@@ -81,6 +82,7 @@ class Flat(Space):
     bucket_bytes: int | None = None
 
     def __post_init__(self):
+        check_fields(self)
         if self.scope not in ("global", "leaf"):
             raise ValueError(f'scope is {self.scope!r}; choose "global" or "leaf"')
         if self.dense_below < 0:

@@ -123,6 +123,12 @@ class Composition(Synchroniser):
                 "what the quantizer decodes with contract=True, or, where dense vectors are summed, pass "
                 "error_feedback=False"
             )
+        if self.memory.subtracts_mean and not self.reducer.of_the_sum:
+            raise ValueError(
+                f"subtract is 'mean' with {self.reducer}: what a worker sends depends on its own residual, and there "
+                "all that differs between workers would pile up, so that elements never arrive, or are rounded ever "
+                "more coarsely: take ErrorFeedback(subtract='local')"
+            )
 
     @property
     def levels(self) -> tuple[Comm, ...]:

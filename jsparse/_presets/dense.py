@@ -84,7 +84,7 @@ def qsgd(
       Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding,
       NIPS 2017.
     """
-    quantize = QSGD(levels, bucket, contract=error_feedback)
+    quantize = QSGD(levels, bucket, contract=memory_of(error_feedback).feeds_back)
     return quantized(comm, quantize=quantize, split=split, error_feedback=error_feedback)
 
 
@@ -112,9 +112,10 @@ def quantized(
     References:
       Those of the quantizer; Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019.
     """
+    allreduce = Quantized(quantize, split)
     if error_feedback is None:
-        error_feedback = not quantize.unbiased
-    return SparseAllReduce.of(Composition(as_comm(comm), Whole(Quantized(quantize, split)), memory_of(error_feedback)))
+        error_feedback = not allreduce.unbiased
+    return SparseAllReduce.of(Composition(as_comm(comm), Whole(allreduce), memory_of(error_feedback)))
 
 
 def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> SparseAllReduce:

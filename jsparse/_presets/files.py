@@ -70,11 +70,11 @@ def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, Com
       tx = optax.chain(jsparse.from_file("tune.json", "data"), optax.adam(1e-3))
     """
     try:
-        content = json.loads(pathlib.Path(path).read_text())
+        return build(json.loads(pathlib.Path(path).read_text()), comm)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON ({error}); write it anew with jsparse tune --out {path}") from error
-    try:
-        return build(content, comm)
+    except RecursionError as error:
+        raise ValueError(f"{path} has too many brackets within each other; write it anew with jsparse tune") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -17,6 +17,7 @@ from .._engine.memory import ErrorFeedback, largest_addend
 from .._engine.reducer import Reduced, Reducer, counts_of_whole
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
+from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.random import key_of
@@ -60,13 +61,16 @@ class LowRank(Reducer):
       rank, min_rate, seed: as in :func:`powersgd`.
     """
 
+    of_the_sum = True
+
     rank: int = 4
     min_rate: float = 2.0
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank is {self.rank!r}; it is a number of columns, at least 1")
+        check_fields(self)
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; it is a number of columns, at least 1")
         if not self.min_rate >= 0:
             raise ValueError(
                 f"min_rate is {self.min_rate}; it is how many times smaller the factors must be than the matrix, at "
@@ -173,8 +177,8 @@ def powersgd(
         (``"local"``, as in the authors' package powersgd), or the update itself (``"mean"``, as in
         PyTorch's hook). Both have the same sum over the workers, so both lose nothing. With
         ``"mean"`` a step takes one product less, but all that differs between the workers'
-        gradients piles up in their residuals; with ``"local"`` only what the columns of ``P`` do
-        not span.
+        gradients piles up in their residuals, and so it warns; with ``"local"`` only what the
+        columns of ``P`` do not span.
       seed: of the normal numbers with which ``Q`` begins, the same on all workers.
 
     Returns:

@@ -295,7 +295,8 @@ def dgc(
       Training, ICLR 2018, sections 3.1 to 3.3, Algorithm 4. At density 1 it does what the authors'
       code does.
     """
-    plain = of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold).synchroniser
+    reduce = TopkAllGather() if allreduce is None else allreduce
+    plain = of_density(comm, density, reduce, options, DgcThreshold).synchroniser
     memory = MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, plain.memory)
     return SparseAllReduce.of(dataclasses.replace(plain, memory=memory))
 
@@ -340,6 +341,7 @@ def hitopk(
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
       MLSys 2021, section 3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
     """
-    flat = of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK).synchroniser
+    reduce = TopkAllGather() if allreduce is None else allreduce
+    flat = of_density(inter, density, reduce, options, MSTopK).synchroniser
     space = Shards(flat.space.scope, flat.space.dense_below, intra=as_comm(intra))
     return SparseAllReduce.of(dataclasses.replace(flat, space=space))

@@ -75,6 +75,9 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
       :func:`jsparse.init`: a state made inside ``shard_map(check_vma=True)`` is typed as alike on
       all workers until its first update.
 
+    Raises:
+      ValueError: from ``update``: the state is for other parameters, or another number of workers.
+
     Example (momentum correction)::
 
       tx = optax.chain(
@@ -90,8 +93,21 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     def update_fn(updates, state, params=None, **extra_args):
         shapes = jax.eval_shape(tx.init, updates)
+        _check_parts(state.inner, shapes)
         inner = jax.tree.map(lambda leaf, shape: leaf.reshape(shape.shape), state.inner, shapes)
         updates, inner = tx.update(updates, inner, params, **extra_args)
         return updates, PerWorkerState(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape or (1,)), inner))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_parts(state: Any, shapes: Any) -> None:
+    """Refuses a state whose parts are not those of one worker."""
+    had = [leaf.shape for leaf in jax.tree.leaves(state)]
+    have = [leaf.shape or (1,) for leaf in jax.tree.leaves(shapes)]
+    if had != have:
+        raise ValueError(
+            f"a worker's part of the state of per_worker has shapes {had}, its parameters make {have}: the state is "
+            "for other parameters, or for another number of workers: jsparse.reshard carries it over to as many as "
+            "there are here"
+        )

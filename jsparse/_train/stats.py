@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import core, lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,6 +27,9 @@ def residual(opt_state: Any) -> jax.Array:
       ``scope="leaf"`` and ``dense_below``, those of the sparse leaves). ``n`` is 0 without error
       feedback. Over two levels it is the length of a shard. Over several processes the result is a
       global array: its ``addressable_shards`` are the rows of this process's workers.
+
+    Raises:
+      ValueError: the state holds no state of a jsparse transformation, or several, or was donated.
     """
     state = find(opt_state)
     workers = state.step.shape[0]
@@ -79,6 +83,9 @@ def stats(opt_state: Any) -> Stats:
 
     Returns:
       One entry for each worker.
+
+    Raises:
+      ValueError: as from :func:`residual`.
     """
     state = find(opt_state)
     sharding = state.step.sharding if is_global(state.step) else None
@@ -118,5 +125,12 @@ def find(opt_state: Any) -> SparseAllReduceState:
             f"the optimizer state holds {len(found)} states of a jsparse transformation; this function reads exactly "
             "one. If there are several, pass a part of the state that holds one. If there is none, put a preset such "
             "as jsparse.oktopk(axis, density=0.01) into the chain"
+        )
+    # To compute with a deleted array ends the process in some versions of jaxlib.
+    arrays = [leaf for leaf in jax.tree.leaves(found[0]) if not isinstance(leaf, np.ndarray | core.Tracer)]
+    if any(leaf.is_deleted() for leaf in arrays):
+        raise ValueError(
+            "the optimizer state was donated to a step, which overwrote its arrays: read the state that this step "
+            "returned"
         )
     return found[0]

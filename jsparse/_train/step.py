@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from .._comm.comm import Comm
+from .._vector.arguments import check_kind
 from .gradients import Gradients, Loss
 from .per_worker import per_worker
 from .placement import AxisName
@@ -183,6 +184,7 @@ def train_step(
           state, loss = step(state, batch)
     """
     workers = workers_of(mesh, axis, check_vma=check_vma)
+    check_kind("micro_batches", micro_batches, int)
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; it is the number of parts of a batch, at least 1")
     if params not in ("replicated", "per_worker"):

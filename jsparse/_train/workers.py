@@ -160,6 +160,7 @@ class OnMesh(Workers):
         return make(self.everywhere(params))
 
     def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
+        self._check_size(state, stacked)
         whole, parted = PartitionSpec(), PartitionSpec(self._axis)
         params, kept = (parted if by else whole for by in (stacked.params, stacked.model_state))
         specs = type(state)(params, state_specs(state.opt_state, self._axis), kept)
@@ -173,6 +174,19 @@ class OnMesh(Workers):
         if AxisType.Explicit in self._mesh.axis_types:
             batch = jax.tree.map(lambda x: jax.sharding.reshard(x, self._sharding), batch)
         return step(state, batch, key)
+
+    def _check_size(self, state: Any, stacked: Any) -> None:
+        """Refuses a state of another number of workers."""
+        parts = [own.step for own in states_in(state.opt_state)]
+        for tree, by in zip(state, stacked, strict=True):
+            parts += jax.tree.leaves(tree) if by else []
+        for part in parts:
+            if part.shape[:1] != (self._workers,):
+                raise ValueError(
+                    f"an array of the state has shape {part.shape}, and there are {self._workers} workers, with a part "
+                    "for each: carry the state over to as many workers with jsparse.reshard(tx, opt_state, params, "
+                    "mesh, axis)"
+                )
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
         if is_share(leaf, self._sharding):

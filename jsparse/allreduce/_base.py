@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._comm.comm import Comm
+from .._vector.arguments import check_fields
 from .._vector.sparse_vector import SparseVector
 from ..wire import Messages
 
@@ -40,6 +41,9 @@ class AllReduce:
     unbiased = False
     staleness = 0
     takes_held = False
+
+    def __post_init__(self):
+        check_fields(self)
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
         """Makes the state for vectors of length ``n`` among ``size`` workers.

@@ -10,6 +10,7 @@ from jax import lax
 from .._comm.comm import Comm
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
+from ..quantize._base import check_quantizer
 from ..wire import Messages
 from ._base import AllReduce
 from ._gather import gather_dense
@@ -45,8 +46,10 @@ class DsarSplitAllGather(AllReduce):
     quantize: Quantizer = Exact()
 
     def __post_init__(self):
+        super().__post_init__()
         if self.group < 1:
             raise ValueError(f"group is {self.group}; it is a number of workers, so it must be at least 1")
+        check_quantizer("quantize", self.quantize)
 
     @property
     def unbiased(self) -> bool:

@@ -60,6 +60,7 @@ class GTopk(AllReduce):
     put_back: Literal["exact", "paper"] = "exact"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.topology not in TOPOLOGIES:
             raise ValueError(f"topology is {self.topology!r}; choose one of {', '.join(map(repr, TOPOLOGIES))}")
         if self.put_back not in ("exact", "paper"):

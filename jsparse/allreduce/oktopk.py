@@ -122,6 +122,7 @@ class OkTopk(AllReduce):
     balance_above: float | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         check_steps("tau_threshold", self.tau_threshold)
         if self.tau_region is not None:
             check_steps("tau_region", self.tau_region)

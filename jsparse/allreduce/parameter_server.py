@@ -52,6 +52,7 @@ class ParameterServer(AllReduce):
     staleness: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         if self.staleness < 0:
             raise ValueError(f"staleness is {self.staleness}; it is a number of steps, so it must be at least 0")
 

@@ -12,6 +12,7 @@ from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
 from ..quantize import Codebook, Quantizer
+from ..quantize._base import check_quantizer
 from ..wire import Messages
 from ._base import AllReduce
 from ._gather import gather_dense, quantizer_key
@@ -47,8 +48,10 @@ class Quantized(AllReduce):
     split: bool | Literal["ring"] = False
 
     def __post_init__(self):
-        if self.split not in (False, True, "ring"):
+        super().__post_init__()
+        if not isinstance(self.split, bool) and self.split != "ring":
             raise ValueError(f'split is {self.split!r}; choose False, True or "ring"')
+        check_quantizer("quantize", self.quantize)
         if isinstance(self.quantize, Codebook):
             raise ValueError(
                 f"quantize is {self.quantize}, which changes zeros: use it for the values of sparse vectors, in "

@@ -40,9 +40,10 @@ def add_commands(parser: argparse.ArgumentParser, metavar: str, *modules: Any) -
 
 def whole_number(text: str) -> int:
     """Reads a whole number, which may be written like 25e6."""
-    if float(text) != int(float(text)):
+    number = float(text)
+    if not number.is_integer():
         raise ValueError
-    return int(float(text))
+    return int(number)
 
 
 def check_at_least(args: argparse.Namespace, **least: int) -> None:
@@ -87,10 +88,13 @@ def output(
         print(json.dumps(figures, indent=2))
     else:
         show(figures)
-    if args.json and args.json != "-":
-        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
-    if args.plot:
-        draw(figures, args.plot)
+    try:
+        if args.json and args.json != "-":
+            pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
+        if args.plot:
+            draw(figures, args.plot)
+    except OSError as error:
+        raise ValueError(f"{error}: give --json and --plot files that can be written") from error
 
 
 def progress_bar(*, disable: bool = False) -> rich.progress.Progress:

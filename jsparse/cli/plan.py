@@ -6,6 +6,7 @@ selection (sparse algorithms only) and communication, one after the other.
 
 import argparse
 import inspect
+import math
 import pathlib
 from typing import Any
 
@@ -19,11 +20,15 @@ from .._comm.cost import Cost
 from .._presets.files import build, describe, presets
 from .._vector.density import check_density, elements_kept
 from ..bench.command import add_output_options, numbers, output, subplots, whole_number
+from ..quantize import Block8
 
 HELP = "predict what each algorithm costs on a cluster, and name the cheapest one"
+NOT_SPARSE = cost.DENSE + cost.DIFFERING + cost.ROUNDING
 # On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
+# The most workers in the plot, and the most for which programs are traced.
 MOST_WORKERS = 4096
+MOST_TRACED = 1024
 # Options that are numbers: the name, the default, the unit, and what it says.
 OPTIONS = (
     ("--latency", 50.0, "US", "latency of a node's link, in µs"),
@@ -50,21 +55,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, default, unit, what in OPTIONS:
         text = f"{what} (default {default:g})"
         parser.add_argument(option, type=float, default=default, metavar=unit, help=text)
+    parser.add_argument(
+        "--ring",
+        action="store_true",
+        help="sums and all-gathers run round a ring: 2(P-1) and P-1 messages in place of the papers' 2 log P and log P",
+    )
     add_output_options(parser, plot="communication time against workers")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    if args.step_time < 0 or args.selection_time < 0:
+    output(args, predict(args), show, draw_times)
+
+
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """Predicts from the command's options; returns :func:`forecast`'s figures."""
+    if not (0 <= args.step_time < math.inf and 0 <= args.selection_time < math.inf):
         raise ValueError(
             f"--step-time is {args.step_time} and --selection-time {args.selection_time}; "
-            "they are milliseconds, at least 0"
+            "they are milliseconds, finite and at least 0"
         )
     alpha, beta = cost.link(args.bandwidth, args.latency)
     node = cost.Node(args.gpus_per_node, *cost.link(args.node_bandwidth, args.node_latency))
     times = args.step_time, args.selection_time
-    figures = forecast(args.parameters, args.density, args.workers, alpha, beta, node, *times)
-    output(args, figures, show, draw_times)
+    return forecast(args.parameters, args.density, args.workers, alpha, beta, node, *times, args.ring)
 
 
 def forecast(
@@ -76,6 +90,7 @@ def forecast(
     node: cost.Node,
     step_time: float,
     selection_time: float,
+    ring: bool = False,
 ) -> dict[str, Any]:
     """Predicts what each algorithm costs on a cluster.
 
@@ -87,6 +102,7 @@ def forecast(
       node: what is inside a node.
       step_time: milliseconds of a step without communication.
       selection_time: milliseconds that selection adds to it.
+      ring: whether sums and all-gathers run round a ring.
 
     Returns:
       The figures, with the algorithms ordered by the time of a step, the fastest first.
@@ -97,7 +113,7 @@ def forecast(
     k = elements_kept(density, n)
     results = []
     for name in names(node.gpus):
-        prediction = cost.predict(name, n, k, workers, alpha, beta, node=node)
+        prediction = cost.predict(name, n, k, workers, alpha, beta, node=node, ring=ring)
         cases = {case: getattr(prediction, case) for case in ("best", "expected", "worst")}
         step = step_time + 1e3 * prediction.expected.seconds
         sends = exact(name, n, density, workers, node.gpus)
@@ -107,17 +123,17 @@ def forecast(
                 "messages": prediction.expected.messages,
                 "bytes": {case: 4 * load.words for case, load in cases.items()},
                 "communication_ms": {case: 1e3 * load.seconds for case, load in cases.items()},
-                "step_ms": step if name in cost.DENSE else step + selection_time,
+                "step_ms": step if name in cost.DENSE + cost.ROUNDING else step + selection_time,
                 "sends_bytes": [part.bytes for part in sends] if sends else None,
                 "sends_messages": [part.messages for part in sends] if sends else None,
             }
         )
-    alike = [result for result in results if result["name"] not in cost.DIFFERING]
+    compared = [result for result in results if result["name"] not in cost.DIFFERING + cost.ROUNDING]
     dense = min(result["step_ms"] for result in results if result["name"] in cost.DENSE)
     for result in results:
         result["times_faster_than_dense"] = dense / result["step_ms"] if result["step_ms"] else 1.0
     results.sort(key=lambda result: result["step_ms"])
-    cheapest = min(alike, key=lambda result: result["step_ms"])["name"]
+    cheapest = min(compared, key=lambda result: result["step_ms"])["name"]
     return {
         "parameters": n,
         "k": k,
@@ -125,6 +141,7 @@ def forecast(
         "alpha": alpha,
         "beta": beta,
         "node": {"gpus": node.gpus, "alpha": node.alpha, "beta": node.beta},
+        "ring": ring,
         "step_time_ms": step_time,
         "selection_time_ms": selection_time,
         "cheapest": cheapest,
@@ -140,7 +157,7 @@ def names(gpus: int) -> list[str]:
 
 def preset_of(name: str, density: float) -> tuple[str, dict[str, Any]] | None:
     """The preset of a modelled algorithm, as its name and options; None where there is none."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"quantize": Block8()} if name == "quantized" else {}
     if name == "gtopk_tree":
         name, options = "gtopk", {"topology": "tree"}
     preset = presets().get(name)
@@ -152,9 +169,13 @@ def preset_of(name: str, density: float) -> tuple[str, dict[str, Any]] | None:
 
 
 def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[Cost, Cost] | None:
-    """What an algorithm's preset sends, at least and at most; None where there is no preset."""
+    """What an algorithm's preset sends, at least and at most; None where there is no preset.
+
+    None, too, for more elements than one vector can have, and for so many workers that to trace
+    the preset's program would take minutes.
+    """
     found = preset_of(name, density)
-    if found is None:
+    if found is None or n >= 2**31 or workers > MOST_TRACED:
         return None
     preset, options = found
     tx = build(describe(preset, **options), ("nodes", "gpus"))
@@ -172,8 +193,9 @@ def show(figures: dict[str, Any]) -> None:
         *numbers("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"),
         title=f"n = {figures['parameters']:,}, k = {figures['k']:,}, {figures['workers']} workers{nodes}",
         caption="ms: predicted time of communication, expected under uniform indices; step ms: of a whole step. MB: "
-        "predicted for the busiest worker. jsparse MB: what a worker sends in this library, at least and at most. "
-        f"Not compared, because its replicas differ: {', '.join(cost.DIFFERING)}.",
+        "predicted for the busiest worker. jsparse MB: what a worker sends in this library, at least and at most "
+        f"(up to {MOST_TRACED:,} workers and 2^31 parameters). "
+        f"Not compared: {', '.join(cost.DIFFERING)}, whose replicas differ; {', '.join(cost.ROUNDING)}, which round.",
     )
     for result in figures["algorithms"]:
         times, sends = result["communication_ms"], result["sends_bytes"]
@@ -199,7 +221,7 @@ def short(figure: float) -> str:
 def verdict(figures: dict[str, Any]) -> str:
     """Says in words which algorithm to take."""
     results = figures["algorithms"]
-    sparse = next(result for result in results if result["name"] not in cost.DENSE + cost.DIFFERING)
+    sparse = next(result for result in results if result["name"] not in NOT_SPARSE)
     times = sparse["times_faster_than_dense"]
     if figures["dense_wins"]:
         advice = (
@@ -224,10 +246,8 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     figure, axes = subplots(size=(9, 6))
     compared = [name for name in names(node.gpus) if name not in cost.DIFFERING]
     for number, name in enumerate(compared):
-        predictions = [
-            cost.predict(name, figures["parameters"], figures["k"], P, figures["alpha"], figures["beta"], node=node)
-            for P in sizes
-        ]
+        lengths, link = (figures["parameters"], figures["k"]), (figures["alpha"], figures["beta"])
+        predictions = [cost.predict(name, *lengths, P, *link, node=node, ring=figures["ring"]) for P in sizes]
         style = {"color": "black"} if name == "dense" else {"color": f"C{number % 10}"}
         times = [1e3 * prediction.expected.seconds for prediction in predictions]
         axes.plot(sizes, times, "-" if number < 10 else "--", marker="osv^Dx+"[number % 7], label=name, **style)

@@ -8,7 +8,7 @@ The command works in four steps:
 
 1. It measures the network's α and β (by a ping-pong, and sums, all-gathers and all-to-alls of
    several lengths), selection, and, if a model is named, the model's step.
-2. From these it predicts the cost of every algorithm, as ``jsparse plan`` does.
+2. From these it predicts the cost of all algorithms that ``jsparse plan`` has.
 3. It measures whole synchronisations with the most promising sparse algorithms and the dense ones.
 4. It measures the fastest sparse algorithm also with compact wires and with a sampled threshold.
 """
@@ -41,7 +41,7 @@ from ..select import SampledThreshold, TopK
 from ..wire import Compact
 from . import processes
 from .links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_of
-from .plan import forecast, preset_of
+from .plan import NOT_SPARSE, forecast, preset_of
 from .tune_report import draw_times, recommended, show
 
 HELP = "measure this cluster, and choose an algorithm for it"
@@ -283,7 +283,7 @@ def measure_candidates(
     sparse = []
     for name in expected:
         preset = preset_of(name, args.density)
-        if preset and name not in cost.DENSE + cost.DIFFERING:
+        if preset and name not in NOT_SPARSE:
             sparse.append(Candidate(name, *preset))
     first = [*dense, *sparse[: args.candidates]]
     total, results = len(first) + 3, []

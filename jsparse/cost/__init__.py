@@ -2,12 +2,13 @@
 
 from .exact import exact
 from .models import expected_union
-from .predict import ALGORITHMS, DENSE, DIFFERING, Load, Node, Prediction, choose, link, predict
+from .predict import ALGORITHMS, DENSE, DIFFERING, ROUNDING, Load, Node, Prediction, choose, link, predict
 
 __all__ = [
     "ALGORITHMS",
     "DENSE",
     "DIFFERING",
+    "ROUNDING",
     "Load",
     "Node",
     "Prediction",

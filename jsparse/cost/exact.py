@@ -13,8 +13,9 @@ def exact(tx: SparseAllReduce, params: Any, size: int | tuple[int, int]) -> tupl
 
     It traces the update for so many workers, without running it, and adds up what
     :func:`jsparse.traffic` finds. Under ``check_vma=True`` some algorithms send a little more, to
-    type their result as alike on all workers. The most is the sum of every branch's dearest way,
-    which no data may take all at once.
+    type their result as alike on all workers. Where the program branches, the least and the most
+    take the branch with the fewest and with the most bytes, and likewise, each by itself, with
+    messages. No data may take all these branches at once.
 
     Args:
       tx: a preset, or :func:`jsparse.sparse_allreduce`; not a chain.

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..quantize import QSGD, Block8
+
 
 def expected_union(n: int, k: int, P: int) -> float:
     """E[K], the expected number of elements of the sum, when indices are drawn uniformly.
@@ -37,17 +39,23 @@ class Cluster(NamedTuple):
       k: elements that each worker selects.
       P: workers in total.
       gpus: workers of a node.
+      ring: whether sums and all-gathers run round a ring, and not in log P rounds.
     """
 
     n: int
     k: int
     P: int
     gpus: int
+    ring: bool = False
 
     @property
     def nodes(self) -> int:
         """The number of nodes."""
         return self.P // self.gpus
+
+    def rounds(self, workers: int) -> int:
+        """The rounds of an all-gather of so many workers; a sum has twice as many."""
+        return workers - 1 if self.ring else log2_rounds(workers)
 
     @property
     def others_fraction(self) -> float:
@@ -138,22 +146,22 @@ def split_and_gather_cost(
 
 def dense_cost(cluster: Cluster) -> Sent:
     """The dense all-reduce: Ok-Topk, Table 1, "Dense"."""
-    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 2 * cluster.n * cluster.others_fraction)
+    return ring_or_tree_cost(2 * cluster.rounds(cluster.P), 2 * cluster.n * cluster.others_fraction)
 
 
 def a2sgd_cost(cluster: Cluster) -> Sent:
     """A2SGD, Table II: an all-reduce of two means, 64 bits."""
-    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 4 * cluster.others_fraction)
+    return ring_or_tree_cost(2 * cluster.rounds(cluster.P), 4 * cluster.others_fraction)
 
 
 def topk_allgather_cost(cluster: Cluster) -> Sent:
-    """TopkA: Ok-Topk, Table 1, "TopkA"; gTop-k, Table I, "TopKAllReduce"."""
-    return ring_or_tree_cost(log2_rounds(cluster.P), 2 * cluster.k * (cluster.P - 1))
+    """TopkA: Ok-Topk, Table 1, "TopkA"; gTop-k, Table I, "TopKAllReduce". DGC sends the same."""
+    return ring_or_tree_cost(cluster.rounds(cluster.P), 2 * cluster.k * (cluster.P - 1))
 
 
 def gaussiank_cost(cluster: Cluster) -> Sent:
     """Gaussiank: Ok-Topk, Table 1, with the published latency, twice that of TopkA."""
-    return ring_or_tree_cost(2 * log2_rounds(cluster.P), 2 * cluster.k * (cluster.P - 1))
+    return ring_or_tree_cost(2 * cluster.rounds(cluster.P), 2 * cluster.k * (cluster.P - 1))
 
 
 def topk_dsa_cost(cluster: Cluster) -> Sent:
@@ -161,7 +169,7 @@ def topk_dsa_cost(cluster: Cluster) -> Sent:
 
     The result is gathered dense where that takes fewer words.
     """
-    messages = cluster.P + 2 * log2_rounds(cluster.P) if cluster.P > 1 else 0
+    messages = cluster.P + 2 * cluster.rounds(cluster.P) if cluster.P > 1 else 0
     gathered = cluster.words_of(cluster.union_sizes(cluster.P)) * cluster.others_fraction
     return split_and_gather_cost(cluster, messages, 2 * cluster.k * cluster.others_fraction, gathered)
 
@@ -184,7 +192,7 @@ def oktopk_cost(cluster: Cluster) -> Sent:
 
     The best case is the split alone. Uniform indices, the expected case, need no balancing.
     """
-    messages = 2 * cluster.P + 2 * log2_rounds(cluster.P) if cluster.P > 1 else 0
+    messages = 2 * cluster.P + 2 * cluster.rounds(cluster.P) if cluster.P > 1 else 0
     words = 2 * cluster.k * cluster.others_fraction
     return split_and_gather_cost(cluster, messages, words * np.array([1, 1, 2]), words * np.array([0, 1, 1]))
 
@@ -206,7 +214,7 @@ def ssar_split_allgather_cost(cluster: Cluster) -> Sent:
     """
     split = 2 * cluster.k * np.array([cluster.others_fraction, cluster.others_fraction, 1]) * (cluster.P > 1)
     gathered = cluster.words_of(cluster.union_sizes(cluster.P)) * cluster.others_fraction
-    return split_and_gather_cost(cluster, cluster.P - 1 + log2_rounds(cluster.P), split, gathered)
+    return split_and_gather_cost(cluster, cluster.P - 1 + cluster.rounds(cluster.P), split, gathered)
 
 
 def dsar_split_allgather_cost(cluster: Cluster) -> Sent:
@@ -216,7 +224,18 @@ def dsar_split_allgather_cost(cluster: Cluster) -> Sent:
     """
     split = 2 * cluster.k * np.array([0, cluster.others_fraction, 1]) * (cluster.P > 1)
     gathered = cluster.n * cluster.others_fraction
-    return split_and_gather_cost(cluster, cluster.P - 1 + log2_rounds(cluster.P), split, gathered)
+    return split_and_gather_cost(cluster, cluster.P - 1 + cluster.rounds(cluster.P), split, gathered)
+
+
+def quantized_cost(cluster: Cluster) -> Sent:
+    """A dense vector in 8 bits a value: an all-to-all of its parts, an all-gather of the sums."""
+    part = Block8().words(cluster.n, np.float32) * cluster.others_fraction
+    return split_and_gather_cost(cluster, cluster.P - 1 + cluster.rounds(cluster.P), part, part)
+
+
+def qsgd_cost(cluster: Cluster) -> Sent:
+    """QSGD with 4 levels: every worker gathers all vectors."""
+    return ring_or_tree_cost(cluster.rounds(cluster.P), QSGD().words(cluster.n, np.float32) * (cluster.P - 1))
 
 
 def parameter_server_cost(cluster: Cluster) -> Sent:
@@ -236,10 +255,10 @@ def hitopk_cost(cluster: Cluster) -> Sent:
     inside = (cluster.gpus - 1) / cluster.gpus
     gathered = cluster.words_of(cluster.union_sizes(cluster.nodes))
     return Sent(
-        messages=log2_rounds(cluster.nodes),
+        messages=cluster.rounds(cluster.nodes),
         words=between,
         link=between * cluster.gpus,
-        inner_messages=cluster.gpus - 1 + log2_rounds(cluster.gpus),
+        inner_messages=cluster.gpus - 1 + cluster.rounds(cluster.gpus),
         inner_words=inside * (cluster.n + gathered),
     )
 
@@ -266,7 +285,7 @@ def dense_hierarchical_cost(cluster: Cluster) -> Sent:
     between = 2 * cluster.n * (cluster.nodes - 1) / cluster.nodes
     inside = (cluster.gpus - 1) / cluster.gpus
     return Sent(
-        messages=2 * log2_rounds(cluster.nodes),
+        messages=2 * cluster.rounds(cluster.nodes),
         words=between,
         link=between,
         inner_messages=4 * log2_rounds(cluster.gpus),
@@ -287,6 +306,9 @@ MODELS: dict[str, Callable[[Cluster], Sent]] = {
     "ssar_recursive_doubling": ssar_recursive_doubling_cost,
     "ssar_split_allgather": ssar_split_allgather_cost,
     "dsar_split_allgather": dsar_split_allgather_cost,
+    "dgc": topk_allgather_cost,
+    "quantized": quantized_cost,
+    "qsgd": qsgd_cost,
     "parameter_server": parameter_server_cost,
     "hitopk": hitopk_cost,
     "torus": torus_cost,

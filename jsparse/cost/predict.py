@@ -2,8 +2,8 @@
 
 A message of L words (of 4 bytes) takes ``α + β L`` seconds. A sparse element is two words, its
 value and its index. ``log`` is to base 2 and rounded up, since that is the number of rounds if the
-number of workers is not a power of two. The model does not contain the time for computing,
-selecting and summing.
+number of workers is not a power of two. Sums and all-gathers may also run round a ring. The model
+does not contain the time for computing, selecting and summing.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from .._vector.arguments import check_fields, check_kind
 from .models import MODELS, Cluster
 
 
@@ -42,6 +43,7 @@ class Node:
     beta: float = 0.0
 
     def __post_init__(self):
+        check_fields(self)
         if self.gpus < 1:
             raise ValueError(f"gpus is {self.gpus}; it is the number of a node's workers, so it must be at least 1")
         _check_link(self.alpha, self.beta)
@@ -92,6 +94,8 @@ def link(gbit: float, microseconds: float) -> tuple[float, float]:
     >>> link(1, 50)
     (5e-05, 3.2e-08)
     """
+    check_kind("gbit", gbit, float)
+    check_kind("microseconds", microseconds, float)
     if not gbit > 0:
         raise ValueError(f"the bandwidth is {gbit} Gbit/s; it must be above 0")
     if not microseconds >= 0:
@@ -99,7 +103,9 @@ def link(gbit: float, microseconds: float) -> tuple[float, float]:
     return microseconds / 1e6, 32 / (gbit * 1e9)
 
 
-def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node()) -> Prediction:
+def predict(
+    algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node(), ring: bool = False
+) -> Prediction:
     """The cost of one synchronisation, by the paper's model of the algorithm.
 
     Args:
@@ -113,18 +119,25 @@ def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *
         Only ``hitopk``, ``torus`` and ``dense_hierarchical`` use both levels. The others run at
         ``alpha`` and ``beta`` throughout (inside a single node, at the node's own), and share the
         nodes' links as :class:`Node` says.
+      ring: whether sums and all-gathers run round a ring, as backends may have it: in
+        ``2 (P-1)`` and ``P - 1`` messages, one after the other. The papers' formulas, the default,
+        count ``2 log P`` and ``log P``. The words are the same.
 
     Returns:
       Messages, words and seconds: best, expected and worst.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or a time is too large for a float.
 
     >>> predict("oktopk", 1_000_000, 10_000, 8, 0.25, 1.0).worst
     Load(messages=22.0, words=52500.0, seconds=52505.5)
     """
     if algorithm not in MODELS:
         raise ValueError(f"algorithm is {algorithm!r}; choose one of {', '.join(MODELS)}")
+    for name, value in (("n", n), ("k", k), ("P", P), ("alpha", alpha), ("beta", beta)):
+        check_kind(name, value, float)
+    if max(n, P) > 2**53:
+        raise ValueError(f"there are {n} elements and {P} workers; the model computes in floats: up to 2**53 of each")
     if not 1 <= k <= n:
         raise ValueError(f"k is {k}; for {n} elements it must be from 1 to {n}")
     gpus = min(node.gpus, P)
@@ -135,25 +148,41 @@ def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *
     _check_link(alpha, beta)
     if P == gpus > 1:
         alpha, beta = node.alpha, node.beta
-    sent = MODELS[algorithm](Cluster(n, k, P, gpus))
+    sent = MODELS[algorithm](Cluster(n, k, P, gpus, ring))
     figures = (
         sent.messages + sent.inner_messages,
         sent.words + sent.inner_words,
         sent.messages * alpha + sent.link * beta + sent.inner_messages * node.alpha + sent.inner_words * node.beta,
     )
     messages, words, seconds = (np.broadcast_to(figure, 3).astype(float).tolist() for figure in figures)
+    if not max(seconds) < 1e300:  # So that it is finite in milliseconds, too.
+        raise ValueError(
+            f"with alpha = {alpha} and beta = {beta} seconds, {algorithm} of {n} elements on {P} workers takes longer "
+            "than floats can tell: give the network's real latency and bandwidth"
+        )
     return Prediction(algorithm, *map(Load, messages, words, seconds))
 
 
-def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = Node(), selection: float = 0.0) -> str:
+def choose(
+    n: int,
+    k: int,
+    P: int,
+    alpha: float,
+    beta: float,
+    *,
+    node: Node = Node(),
+    selection: float = 0.0,
+    ring: bool = False,
+) -> str:
     """The name of the algorithm whose expected time is least, dense ones included.
 
     It compares times, not what is delivered. ``topk_allgather`` and similar algorithms deliver
     everything that was selected, K elements. ``oktopk`` and ``gtopk`` deliver only k of them.
-    ``a2sgd`` delivers none of it, and is left out.
+    ``a2sgd`` delivers none of it, and is left out. So are ``quantized`` and ``qsgd``, which round
+    every element.
 
     Args:
-      n, k, P, alpha, beta, node: as in :func:`predict`.
+      n, k, P, alpha, beta, node, ring: as in :func:`predict`.
       selection: seconds for the selection, which dense algorithms do not need.
 
     Returns:
@@ -166,10 +195,10 @@ def choose(n: int, k: int, P: int, alpha: float, beta: float, *, node: Node = No
     """
 
     def seconds(algorithm: str) -> float:
-        expected = predict(algorithm, n, k, P, alpha, beta, node=node).expected.seconds
+        expected = predict(algorithm, n, k, P, alpha, beta, node=node, ring=ring).expected.seconds
         return expected if algorithm in DENSE else expected + selection
 
-    return min((name for name in ALGORITHMS if name not in DIFFERING), key=seconds)
+    return min((name for name in ALGORITHMS if name not in DIFFERING + ROUNDING), key=seconds)
 
 
 #: The names of the algorithms with a model. ``gtopk`` is a butterfly, ``gtopk_tree`` the published
@@ -178,5 +207,8 @@ ALGORITHMS = tuple(MODELS)
 #: The algorithms that leave workers with different updates: what they save does not compare with
 #: the others.
 DIFFERING = ("a2sgd",)
+#: The algorithms that send all elements in fewer bits: what rounding takes and loses is not in the
+#: model.
+ROUNDING = ("quantized", "qsgd")
 #: The algorithms that send whole gradients.
 DENSE = ("dense", "parameter_server", "torus", "dense_hierarchical")

@@ -1,15 +1,18 @@
 """The protocol of quantizers, and the functions that they share."""
 
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._vector.arguments import check_fields
+
 WORD = 32
 
 
+@runtime_checkable
 class Quantizer(Protocol):
     """Encodes values in fewer bits than they have: a frozen dataclass of hyperparameters.
 
@@ -119,6 +122,12 @@ def bucket_length(m: int, bucket: int | None) -> int:
     return max(m, 1) if bucket is None else bucket
 
 
+def check_quantizer(name: str, quantize: Any) -> None:
+    """Refuses what is no quantizer, such as a class of quantizers."""
+    if not isinstance(quantize, Quantizer) or isinstance(quantize, type):
+        raise ValueError(f"{name} is {quantize!r}; it must be a quantizer, such as quantize.Block8()")
+
+
 class Scaled(Quantizer):
     """A quantizer whose message has a scale for each bucket, and a digit for each value.
 
@@ -130,6 +139,7 @@ class Scaled(Quantizer):
     _base: int
 
     def __post_init__(self):
+        check_fields(self)
         if self.bucket is not None and self.bucket < 1:
             raise ValueError(
                 f"bucket is {self.bucket}; it must be the number of values that share a scale, at least 1, "

@@ -30,8 +30,8 @@ class Codebook(Quantizer):
     bits: Literal[2, 4] = 4
 
     def __post_init__(self):
-        if self.bits not in (2, 4):
-            raise ValueError(f"bits is {self.bits}; it must be 2 or 4")
+        if not isinstance(self.bits, int) or self.bits not in (2, 4):
+            raise ValueError(f"bits is {self.bits!r}; it must be 2 or 4")
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         magnitudes = jnp.abs(values)

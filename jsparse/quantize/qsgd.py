@@ -49,12 +49,12 @@ class QSGD(Scaled):
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         if not 1 <= self.levels <= MOST_LEVELS:
             raise ValueError(
                 f"levels is {self.levels}; it must be the number of steps from zero to the scale, "
                 f"from 1 to {MOST_LEVELS}"
             )
-        super().__post_init__()
         if self.scale not in ("norm", "max"):
             raise ValueError(f'scale is {self.scale!r}; it must be "norm" or "max"')
 

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kernels_pallas import bitmap, select_above
 
+from .._vector.arguments import check_fields
 from .._vector.density import check_density
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
@@ -24,6 +25,10 @@ class Selector:
     """
 
     density: float
+
+    def __post_init__(self):
+        check_fields(self)
+        check_density(self.density)
 
     def init(self, n: int, dtype: DTypeLike) -> Any:
         """The state for vectors of length ``n``.
@@ -84,9 +89,6 @@ class ByDensity(Selector):
     """A selector that keeps nothing from step to step but what it reports."""
 
     density: float
-
-    def __post_init__(self):
-        check_density(self.density)
 
     def init(self, n: int, dtype: DTypeLike) -> SelectorState:
         return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import accumulate_and_select, bitmap, choose, count_above, select_above, varying_as
 
-from .._vector.density import check_density, elements_kept
+from .._vector.density import elements_kept
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from ._base import Selector, SelectorState
@@ -82,7 +82,7 @@ class FixedThreshold(AboveThreshold):
     density: float
 
     def __post_init__(self):
-        check_density(self.density)
+        super().__post_init__()
         if not self.threshold >= 0:
             raise ValueError(f"threshold is {self.threshold}; it is a magnitude, so it must be at least 0")
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import count_above, kth_magnitude, varying_as
 
-from .._vector.density import check_density, check_steps, elements_kept
+from .._vector.density import check_steps, elements_kept
 from .._vector.sparse_vector import SparseVector
 from ._base import Selector
 from .fixed import take_above
@@ -61,7 +61,7 @@ class ReusedThreshold(Selector):
     tau_threshold: int = 32
 
     def __post_init__(self):
-        check_density(self.density)
+        super().__post_init__()
         check_steps("tau_threshold", self.tau_threshold)
 
     def init(self, n: int, dtype: DTypeLike) -> ReusedThresholdState:

@@ -13,7 +13,7 @@ from kernels_pallas import bitmap
 from .._vector.random import key_of
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
-from ..quantize._base import pack_digits, packed_words, unpack_digits
+from ..quantize._base import check_quantizer, pack_digits, packed_words, unpack_digits
 from ._base import Wire
 
 
@@ -46,6 +46,9 @@ class Compact(Wire):
     """
 
     values: Quantizer = Exact()
+
+    def __post_init__(self):
+        check_quantizer("values", self.values)
 
     @property
     def lossless(self) -> bool:
