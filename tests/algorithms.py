@@ -226,6 +226,7 @@ BF16, BLOCKS, LEVELS = quantize.BFloat16(), quantize.Block8(64), quantize.QSGD(7
 # Nodes by workers: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
+SEARCHES = {"searches": 30}  # Of MSTopK.
 ROWS = [
     Row(
         "dense",
@@ -312,8 +313,9 @@ ROWS = [
     Row(
         "hitopk",
         hitopk(),
-        oracles.hitopk_ms,
+        oracles.hitopk,
         bound=hitopk_bound,
+        oracle_args=SEARCHES,
         gpus=GPUS,
         card=Card(
             "HiTopKComm with MSTopK (Shi et al., MLSys 2021)",
@@ -322,7 +324,15 @@ ROWS = [
             "nodes of several GPUs",
         ),
     ),
-    Row("hitopk-wide", hitopk(), oracles.hitopk_ms, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
+    Row(
+        "hitopk-wide",
+        hitopk(),
+        oracles.hitopk,
+        (7, 8),
+        bound=hitopk_bound,
+        oracle_args=SEARCHES,
+        gpus=OTHER_GPUS,
+    ),
     Row(
         "hitopk-no_feedback",
         hitopk(error_feedback=False),
@@ -330,7 +340,7 @@ ROWS = [
         (4, 7),
         keeps=False,
         bound=hitopk_bound,
-        oracle_args={"searches": 30},
+        oracle_args=SEARCHES,
         gpus=GPUS,
     ),
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),

@@ -131,8 +131,6 @@ def expected(row: Row, step: Step) -> oracles.Expected | None:
         arguments["gpus"] = row.gpus[len(step.acc)]
     if row.oracle is oracles.gaussiank:
         arguments["threshold"] = np.asarray(step.after.buckets[0].reducer.select.threshold)[:, 0]
-    if row.oracle is oracles.hitopk_ms:
-        arguments["delivered"] = step.acc - step.residual
     return row.oracle(step.acc, density=DENSITY, step=step.number, **arguments)
 
 
