@@ -37,7 +37,8 @@ class BucketedTopK(ByDensity):
 
     def __post_init__(self):
         super().__post_init__()
-        check_bucket(self.bucket)
+        if self.bucket < 1:
+            raise ValueError(f"bucket is {self.bucket}; it must be a number of elements, at least 1, such as 512")
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
@@ -54,11 +55,6 @@ class BucketedTopK(ByDensity):
         places = jnp.where(within, places, 2**31 - 1)
         words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
         return take_members(acc, words, k)
-
-
-def check_bucket(bucket: int) -> None:
-    if bucket < 1:
-        raise ValueError(f"bucket is {bucket}; it must be a number of elements, at least 1, such as 512")
 
 
 def in_rows(x: jax.Array, bucket: int, fill: float) -> jax.Array:

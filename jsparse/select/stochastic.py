@@ -8,7 +8,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from kernels_pallas import bitmap, norms
 
@@ -16,7 +15,7 @@ from .._vector.density import elements_kept
 from .._vector.random import key_of, uniform
 from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, take_members
-from .bucketed import check_bucket, in_rows, quotas
+from .bucketed import in_rows, quotas
 from .fixed import take_above
 
 # The room of the buffer above k, in standard deviations of the count, which are at most √k.
@@ -44,7 +43,8 @@ class StochasticTopK(ByDensity):
     of consecutive elements has its own norms, and its share of k in place of k. If more elements
     are drawn than its share, it sends the first of them; if fewer, places stay empty. So at most k
     elements are sent, and fewer than k in expectation. If the share is not a whole number, the
-    buckets take turns with the elements that are left over. This form makes copies of the vector.
+    buckets take turns with the elements that are left over. This form needs memory for two copies
+    of the vector.
 
     Attributes:
       density: k / n, above 0 and at most 1. With buckets it is the thesis's number of elements
@@ -52,7 +52,7 @@ class StochasticTopK(ByDensity):
       rule: ``"exact"`` or ``"capped"``, the two rules of the thesis.
       seed: an integer. In the same step on the same worker, equal seeds draw equal numbers.
         Workers draw different numbers.
-      bucket: the length of a bucket, at least 1; None for the whole vector as one.
+      bucket: the length of a bucket, a multiple of 32; None for the whole vector as one.
 
     References:
       Renggli, Efficient Sparse AllReduce For Scalable Machine Learning, master's thesis, ETH
@@ -67,8 +67,8 @@ class StochasticTopK(ByDensity):
         super().__post_init__()
         if self.rule not in ("exact", "capped"):
             raise ValueError(f'rule is {self.rule!r}; choose "exact" or "capped"')
-        if self.bucket is not None:
-            check_bucket(self.bucket)
+        if self.bucket is not None and (self.bucket < 1 or self.bucket % bitmap.WORD):
+            raise ValueError(f"bucket is {self.bucket}; it must be a multiple of {bitmap.WORD}, such as 512, or None")
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
@@ -77,15 +77,17 @@ class StochasticTopK(ByDensity):
         k = elements_kept(self.density, n)
         if k >= n:
             return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
-        numbers = uniform(key_of(self.seed, step, rank), n)
+        key = key_of(self.seed, step, rank)
         if self.bucket is not None:
-            return self._of_each_bucket(acc, k, self.bucket, step, numbers)
+            return self._of_each_bucket(acc, k, self.bucket, step, key)
         probability = self._probability(acc, k, n, *norms(acc))
-        chosen = (numbers < probability) | (probability >= 1)
+        chosen = (uniform(key, n) < probability) | (probability >= 1)
         capacity = min(n, k + math.ceil(MARGIN * math.sqrt(k)))
         return take_members(acc, bitmap.pack(chosen & (acc != 0)), capacity, bitmap.turn(step, capacity))
 
-    def _probability(self, x: jax.Array, k: ArrayLike, n: ArrayLike, largest: jax.Array, total: jax.Array) -> jax.Array:
+    def _probability(
+        self, x: jax.Array, k: int | jax.Array, n: int | np.ndarray, largest: jax.Array, total: jax.Array
+    ) -> jax.Array:
         """The probability of each element, by what `norms` says of x, if k of n are expected."""
         none = jnp.zeros_like(total)
         epsilon = jnp.maximum(k - total, 0) / jnp.maximum(n - k, 1) if self.rule == "exact" else none
@@ -98,15 +100,15 @@ class StochasticTopK(ByDensity):
         return jnp.abs(x * scale) * factor + share * epsilon
 
     def _of_each_bucket(
-        self, acc: jax.Array, k: int, bucket: int, step: jax.Array, numbers: jax.Array
+        self, acc: jax.Array, k: int, bucket: int, step: jax.Array, key: jax.Array
     ) -> tuple[SparseVector, SelectorState]:
         n, rows = acc.shape[0], in_rows(acc, bucket, 0)
         lengths = np.minimum(bucket, n - bucket * np.arange(rows.shape[0]))[:, None]
         quota = quotas(n, k, bucket, step)[:, None]
         both = jax.vmap(functools.partial(norms, implementation="xla"))(rows)
         probability = self._probability(rows, quota, lengths, *(norm[:, None] for norm in both))
-        chosen = (in_rows(numbers, bucket, 1) < probability) | (probability >= 1) | (quota >= lengths)
-        chosen &= rows != 0
-        sent = chosen & (jnp.cumsum(chosen, 1, dtype=jnp.int32) <= quota)
-        x, state = take_members(acc, bitmap.pack(sent.reshape(-1)[:n]), k)
-        return x, state._replace(selected=jnp.sum(chosen, dtype=jnp.int32)[None])
+        chosen = (uniform(key, rows.size).reshape(rows.shape) < probability) | (probability >= 1) | (quota >= lengths)
+        words = bitmap.pack((chosen & (rows != 0)).reshape(-1))
+        first = jax.vmap(bitmap.take_first)(words.reshape(rows.shape[0], -1), quota[:, 0])
+        x, state = take_members(acc, first.reshape(-1)[: -(-n // bitmap.WORD)], k)
+        return x, state._replace(selected=bitmap.count(words)[None])
