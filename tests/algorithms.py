@@ -1,6 +1,7 @@
 """The table of algorithms: every contract test runs for each of them."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -142,7 +143,7 @@ def quick_rows() -> set[str]:
 
 
 def oktopk_bound(n: int, k: int, size: int) -> float:
-    return 6 * k * (size - 1) / size + 16 * size + 512
+    return 8 * k * (size - 1) / size + 16 * size + 512
 
 
 def hitopk_bound(n: int, k: int, size: int) -> float:
@@ -183,6 +184,12 @@ def oktopk(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda comm, density: jsparse.oktopk(comm, density=density, **kwargs)
 
 
+def oktopk_form(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda comm, density: jsparse.sparse_allreduce(
+        comm, select=select.TopK(density), allreduce=jsparse.allreduce.OkTopk(**kwargs)
+    )
+
+
 def topk_allgather_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda comm, density: jsparse.topk_allgather(comm, density=density, select=make(density))
 
@@ -209,7 +216,7 @@ def dense_first(dense: Any, *sparse: Any) -> jsparse.SparseAllReduce:
 
 
 def oktopk_compact_bound(n: int, k: int, size: int) -> float:
-    return 3 * k * (size - 1) / size + 16 * size + 512
+    return 4 * k * (size - 1) / size + 16 * size + 512
 
 
 def wired(preset: Callable[..., jsparse.SparseAllReduce], values: Any, **kwargs: Any):
@@ -369,7 +376,18 @@ ROWS = [
         oracle_args={"tau_threshold": 2, "tau_region": 3},
     ),
     Row("oktopk-rotate", oktopk(split="rotate"), oracles.oktopk, (3, 8), bound=oktopk_bound),
-    Row("oktopk-paper-balance", oktopk(balance_above=4.0), oracles.oktopk, (8,)),
+    *(
+        Row(f"oktopk-{name}", oktopk_form(**form), oracles.oktopk, sizes, bound=bound, oracle_args=args)
+        for name, form, sizes, bound, args in (
+            ("owner", {"put_back": "owner"}, (3, 8), oktopk_bound, {"put_back": "owner"}),
+            ("server", {"put_back": "server"}, (3, 8), oktopk_bound, {"put_back": "server"}),
+            ("paper-balance", {"balance_above": 4.0}, (8,), None, {}),
+            ("direct", {"balance_above": math.inf}, (8,), None, {}),
+            ("equal-regions", {"tau_region": None}, (8,), oktopk_bound, {"tau_region": None}),
+            ("narrow", {"room": 1.0}, (8,), oktopk_bound, {"room": 1.0}),
+            ("uncorrected", {"correct": False}, (8,), oktopk_bound, {}),
+        )
+    ),
     Row("oktopk-reused", oktopk_selecting(select.ReusedThreshold), sizes=(2, 7), bound=oktopk_bound),
     Row(
         "oktopk-reused-plain",

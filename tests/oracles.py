@@ -435,49 +435,64 @@ def oktopk(
     starts: np.ndarray,
     threshold: float,
     tau_threshold: int = 32,
-    tau_region: int = 64,
+    tau_region: int | None = 1,
+    room: float | None = None,
+    put_back: str = "senders",
     selected: list[np.ndarray] | None = None,
 ) -> Expected:
-    """Algorithm 1 of Ok-Topk with messages of at most ``ceil(k / P)`` elements in the split.
+    """Algorithm 1 of Ok-Topk with messages of at most ``room`` times k/P elements in the split.
 
-    ``starts`` are the regions' first indices before the step. ``threshold`` is the global
-    threshold of the implementation. It is used in steps in which the algorithm reuses a threshold
-    (lines 9-12). ``selected`` replaces the exact local top-k.
+    ``starts`` are the regions' first indices, as the step before left them. ``threshold`` is the
+    global threshold of the implementation. It is used in steps in which the algorithm reuses or
+    interpolates a threshold (lines 9-12). ``selected`` replaces the exact local top-k.
     """
     workers, n = accs.shape
     k = max(1, round(density * n))
     share = math.ceil(k / workers)
+    room = min(k, math.ceil((room or min(2, 1.25 + math.log2(workers) / 8)) * share))
     local = selected or [top_k(acc, k) for acc in accs]
 
-    if step % tau_region == 0 and k < n:
-        cuts = []
-        for indices in local:
-            count = len(indices)
-            own = [indices[rank * count // workers] for rank in range(workers)] if count >= workers else starts
-            cuts.append([0, *own[1:]])
-        starts = np.array([sum(cut[rank] // workers for cut in cuts) for rank in range(workers)])
+    if step == 0 and k < n and tau_region is not None:
+        cuts = oktopk_cuts(local, starts)
+        starts = np.sum(cuts // workers, axis=0)
     ends = np.append(starts[1:], n)
 
     sent = np.zeros_like(accs)
     occurs = np.zeros(n, bool)
     for worker, indices in enumerate(local):
-        for start, end in zip(starts, ends, strict=True):
+        for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
             message = indices[(indices >= start) & (indices < end)]
-            if len(message) > share:
-                first = (step * share) % len(message)
-                message = np.roll(message, -first)[:share]
+            # An owner that takes sums over holds many elements of its region, which it need not send.
+            most = k if owner == worker and put_back != "senders" else room
+            if len(message) > most:
+                first = (step * most) % len(message)
+                message = np.roll(message, -first)[:most]
             sent[worker, message] = accs[worker, message]
             occurs[message] = True
     reduced = _ordered_sum(sent)
-    candidates = np.flatnonzero(occurs & (reduced != 0))
+    if put_back == "server":
+        for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            joins = start + np.flatnonzero(occurs[start:end] & (sent[owner, start:end] == 0))
+            sent[owner, joins] = accs[owner, joins]
+            reduced[joins] += accs[owner, joins]
+    magnitudes = np.abs(reduced)
+    if put_back == "senders":
+        # Sums that cancel are named in turns, as if they were the region's largest.
+        most = max(1, share // 16)
+        for start, end in zip(starts, ends, strict=True):
+            cancelled = start + np.flatnonzero((occurs & (reduced == 0))[start:end])
+            if len(cancelled) > most:
+                cancelled = np.roll(cancelled, -((step * most) % len(cancelled)))[:most]
+            magnitudes[cancelled] = max(magnitudes[start:end], default=0) or 1
+    candidates = np.flatnonzero(occurs & (magnitudes != 0))
 
     exact = step % tau_threshold == 0
     if k >= n:
         threshold = 0.0
     elif exact:
-        magnitudes = np.sort(np.abs(reduced[candidates]))[::-1]
-        threshold = magnitudes[k - 1] if len(magnitudes) >= k else 0.0
-    chosen = candidates[np.abs(reduced[candidates]) >= threshold]
+        ranked = np.sort(magnitudes[candidates])[::-1]
+        threshold = ranked[k - 1] if len(ranked) >= k else 0.0
+    chosen = candidates[magnitudes[candidates] >= threshold]
     # If ties give more elements than the gathered parts hold, one step can't deliver them all.
     exact = exact and len(chosen) <= share * workers
 
@@ -485,7 +500,21 @@ def oktopk(
     delivered[:, chosen] = sent[:, chosen]
     total = np.zeros(n, accs.dtype)
     total[chosen] = reduced[chosen]
+    if put_back != "senders":
+        delivered = sent
+        for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            delivered[owner, start:end] -= (reduced - total)[start:end]
     return Expected(total, delivered, exact)
+
+
+def oktopk_cuts(local: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:
+    """Where each worker cuts its selected indices into P equal parts: shape ``(P, P)``."""
+    workers, cuts = len(local), []
+    for indices in local:
+        count = len(indices)
+        own = [indices[rank * count // workers] for rank in range(workers)] if count >= workers else starts
+        cuts.append([0, *own[1:]])
+    return np.array(cuts)
 
 
 def a2sgd(leaves: Sequence[np.ndarray]) -> list[np.ndarray]:

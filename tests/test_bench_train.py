@@ -37,7 +37,6 @@ def told(name: str, step: list[float], accuracy: list[float], **parts: list[floa
         "accuracy": accuracy,
         "loss": [1.0] * len(step),
         "sent_bytes": 5.0,
-        "received_bytes": 5.0,
         "stated_bytes": 4.0,
         **{f"{part}_ms": times for part, times in parts.items()},
     }

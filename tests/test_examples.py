@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jsparse
-from examples import fill_in, train
+from examples import fill_in, paper_rule, train
 from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
@@ -151,6 +151,43 @@ def test_fill_in(tmp_path, capsys):
     with pytest.raises(SystemExit):
         fill_in.main(["--density", "2", "--steps", "1"])
     assert "density is 2.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "workers"),
+    [
+        pytest.param("demo", 8, marks=pytest.mark.full),
+        pytest.param("demo", 16, marks=pytest.mark.slow),
+        pytest.param("mnist", 16, marks=pytest.mark.slow),
+        pytest.param("ptb", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_oktopk_is_near_its_papers_rule(task: str, workers: int, tmp_path):
+    """On average over a run: what is sent of what is selected, the distance, and the words."""
+    data = []
+    if task not in ("demo", "mlp"):
+        if not DATA or not (pathlib.Path(DATA) / task).is_dir():
+            pytest.skip(f"JSPARSE_DATA names no directory with {task}/ in it")
+        data = ["--data-dir", DATA]
+    path = tmp_path / "run.json"
+    arguments = ["--task", task, "--workers", str(workers), "--steps", "100", "--every", "6", "--batch", "8"]
+    paper_rule.main([*arguments, *data, "--json", str(path)])
+    (run,) = json.loads(path.read_text())
+    share = round(0.01 * run["parameters"]) * (workers - 1) / workers
+    assert run["sent"] >= 0.99
+    assert run["indices"] >= 0.97
+    assert run["error"] < 0.12
+    assert run["words"] <= 6.5 + 16 * workers / share
+    assert run["most"] <= 8 + (16 * workers + 512) / share
+
+
+def test_the_papers_rule_and_the_distance_to_it():
+    """Worker 0 sends 5 and -4, worker 1 sends 4 and 3; they add up to 5, 0 and 3."""
+    accs = np.array([[5.0, -4.0, 1.0], [0.0, 4.0, 3.0]])
+    rule = paper_rule.paper_rule(accs, 2)
+    np.testing.assert_array_equal(rule, [5, 0, 3])
+    assert paper_rule.distance(rule, rule) == (1, 0)
+    assert paper_rule.distance(np.array([5.0, 1.0, 0.0]), rule) == (0.5, pytest.approx(np.sqrt(10 / 34)))
 
 
 def test_the_busiest_owner():

@@ -18,7 +18,7 @@ CAPACITY = 60
 
 
 @functools.cache
-def gather(size: int, balance_above: float):
+def gather(size: int, balance_above: float | None):
     def local(values, indices, parts, step):
         mine = jsparse.SparseVector(values, indices, N)
         wire = jsparse.wire.Full().at(step)
@@ -54,10 +54,10 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("balance_above", quick([1.0, 2.0, 4.0], 1.0, 4.0))
+@pytest.mark.parametrize("balance_above", quick([1.0, 2.0, 4.0, None], 1.0, None))
 @pytest.mark.parametrize("size", quick([1, 2, 5, 8], 5))
 @pytest.mark.parametrize("name", COUNTS)
-def test_everything_that_fits_arrives(name: str, size: int, balance_above: float):
+def test_everything_that_fits_arrives(name: str, size: int, balance_above: float | None):
     rng = np.random.default_rng(size)
     for step in range(3):
         counts = COUNTS[name](size, rng)

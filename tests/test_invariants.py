@@ -66,7 +66,7 @@ def run(
 
 def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceState, size: int) -> np.ndarray:
     """What momentum makes of a gradient."""
-    memory = row.make(transports.axis(row), DENSITY).synchroniser.memory if row.alike else None
+    memory = transports.composition(row).memory if row.alike else None
     momentum = getattr(memory, "momentum", None)
     if momentum is None:
         return gradient
@@ -81,7 +81,7 @@ def buckets(row: Row) -> list[np.ndarray]:
     if not row.alike:
         return []
     offsets = list(itertools.accumulate((math.prod(s) for s in transports.SHAPES.values()), initial=0))
-    plan = row.make(transports.axis(row), DENSITY).synchroniser.space.buckets(jax.tree.leaves(transports.zeros()))
+    plan = transports.composition(row).space.buckets(jax.tree.leaves(transports.zeros()))
     return [np.concatenate([np.arange(offsets[leaf], offsets[leaf + 1]) for leaf in bucket.ids]) for bucket in plan]
 
 

@@ -70,7 +70,7 @@ def training():
 
 PRESETS = {
     "hitopk": lambda: jsparse.hitopk(*LEVELS, density=1.0),
-    "hitopk-oktopk": lambda: jsparse.hitopk(*LEVELS, density=1.0, allreduce=jsparse.allreduce.OkTopk(1.0)),
+    "hitopk-oktopk": lambda: jsparse.hitopk(*LEVELS, density=1.0, allreduce=jsparse.allreduce.OkTopk()),
     "torus": lambda: jsparse.torus(*LEVELS),
     "parameter_server": lambda: jsparse.parameter_server(LEVELS),
 }

@@ -72,10 +72,14 @@ def flat(leaves: dict[str, Any], size: int) -> np.ndarray:
     return np.concatenate([np.asarray(leaves[name]).reshape(size, -1) for name in SHAPES], axis=1)
 
 
+def composition(row: Row) -> Any:
+    """What forms a row's vectors and remembers them; for phases, what they share."""
+    synchroniser = row.make(axis(row), DENSITY).synchroniser
+    return getattr(synchroniser, "shared", synchroniser)
+
+
 def bucket_lengths(row: Row) -> list[int]:
-    return [
-        bucket.layout.n for bucket in row.make(axis(row), DENSITY).synchroniser.space.buckets(jax.tree.leaves(zeros()))
-    ]
+    return [bucket.layout.n for bucket in composition(row).space.buckets(jax.tree.leaves(zeros()))]
 
 
 @functools.cache

@@ -18,6 +18,9 @@ class Comm(Protocol):
 
     All workers must call all methods, in the same order. Inside a branch, a method may be called
     only if all workers take that branch.
+
+    A class that inherits from this one defines ``size``, ``rank`` and the collectives. The other
+    methods suit workers of which types tell nothing.
     """
 
     @property
@@ -28,7 +31,7 @@ class Comm(Protocol):
     @property
     def typed(self) -> bool:
         """Whether the types of arrays tell what is alike on all workers."""
-        ...
+        return False
 
     def rank(self) -> jax.Array:
         """This worker's number, from 0: int32 scalar."""
@@ -73,19 +76,19 @@ class Comm(Protocol):
           replicated: whether the results of the branches are alike on all workers, and typed so if
             types tell.
         """
-        ...
+        return lax.switch(index, branches)
 
     def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
         """Runs ``body(i, carry)`` ``count`` times. The carry is alike on all workers."""
-        ...
+        return lax.fori_loop(0, count, body, start)
 
     def varying(self, tree: T) -> T:
         """The same values, typed as differing between workers if types tell."""
-        ...
+        return tree
 
     def may_differ(self, x: jax.Array) -> bool:
         """False if types tell that ``x`` is alike on all workers."""
-        ...
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +137,7 @@ class AxisComm:
         return lax.psum_scatter(self.varying(x), self.axis)
 
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        if self._names <= set(manual):
+        if set(axes_of(self)) <= set(jax.sharding.get_abstract_mesh().manual_axes):
             return lax.ppermute(self.varying(x), self.axis, perm)
         # vmap wants every worker to send and to receive: workers outside all pairs do so among
         # themselves.
@@ -173,10 +175,6 @@ class AxisComm:
 
     def may_differ(self, x: jax.Array) -> bool:
         return self._axes <= varying_axes(x)
-
-    @property
-    def _names(self) -> set[str]:
-        return {self.axis} if isinstance(self.axis, str) else set(self.axis)
 
     @property
     def _axes(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """A Comm that counts what is sent through it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -61,14 +62,12 @@ class Metered:
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
         def metered(branch):
-            def run():
-                with self._apart():
-                    out = branch()
-                    return out if replicated else self.varying(out), self.words, self.messages
+            with self._apart():
+                out = branch()
+                return out if replicated else self.varying(out), self.words, self.messages
 
-            return run
-
-        out, words, messages = self._comm.switch(index, [metered(b) for b in branches], replicated=True)
+        ways = [functools.partial(metered, branch) for branch in branches]
+        out, words, messages = self._comm.switch(index, ways, replicated=True)
         self._count(words, messages)
         return out
 

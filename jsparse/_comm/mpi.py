@@ -4,21 +4,14 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-T = TypeVar("T")
+from .comm import Comm
 
-# The types that MPI sends. Arrays of other types are sent as integers of the same width.
-SENT = tuple(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)) + (
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
 # Up to so many bytes a sum takes one all-gather instead of an all-to-all and an all-gather.
 SMALL = 1024
 INSTALL = """\
@@ -30,7 +23,7 @@ an empty folder for the build, and take the folder of that nvcc off the PATH"""
 
 
 @dataclasses.dataclass(frozen=True)
-class MpiComm:
+class MpiComm(Comm):
     """A :class:`Comm` for ``mpirun -n P``: each process of an MPI communicator is a worker.
 
     Every process has its own arrays, on one device, and calls ``tx.init`` and ``tx.update`` in a
@@ -79,11 +72,6 @@ class MpiComm:
         """P, the number of processes."""
         return self.communicator.Get_size()
 
-    @property
-    def typed(self) -> bool:
-        """False: types do not tell whether processes have the same values."""
-        return False
-
     def rank(self) -> jax.Array:
         """This process's number, from 0: int32 scalar.
 
@@ -127,8 +115,7 @@ class MpiComm:
             return mpi4jax().allreduce(x, _mpi().SUM, comm=self.communicator) if x.size else x
         if x.nbytes <= SMALL:
             return _sum(self.all_gather(x))
-        part = -(-x.size // self.size)
-        parts = jnp.pad(x.reshape(-1), (0, part * self.size - x.size)).reshape(self.size, part)
+        parts = jnp.pad(x.reshape(-1), (0, -x.size % self.size)).reshape(self.size, -1)
         return self.all_gather(self.psum_scatter(parts)).reshape(-1)[: x.size].reshape(x.shape)
 
     def pmax(self, x: jax.Array) -> jax.Array:
@@ -170,24 +157,6 @@ class MpiComm:
         arrived = _as_bits(lambda bits: send(bits, bits), x)
         return jnp.zeros_like(arrived) if source == nobody else arrived
 
-    def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
-        """Runs one branch, the same on every process (so that branches may communicate)."""
-        del replicated
-        return lax.switch(index, branches)
-
-    def repeat(self, count: int, body: Callable[[jax.Array, T], T], start: T) -> T:
-        """Runs ``body(i, carry)`` ``count`` times."""
-        return lax.fori_loop(0, count, body, start)
-
-    def varying(self, tree: T) -> T:
-        """The same values."""
-        return tree
-
-    def may_differ(self, x: jax.Array) -> bool:
-        """True: types do not tell whether processes have the same values."""
-        del x
-        return True
-
 
 def mpi4jax() -> Any:
     """Imports mpi4jax, which starts MPI.
@@ -216,21 +185,19 @@ def _everyone() -> Any:
 def _as_bits(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """``send(x)``, where the array is sent in a type that MPI has."""
     x = jnp.asarray(x)
-    if x.dtype == bool:
-        return send(x.astype(jnp.uint8)).astype(bool)
-    if x.dtype.name in SENT:
-        return send(x)
     bits = jax.dtypes.itemsize_bits(x.dtype)
     if bits % 8:
         raise ValueError(f"an array has type {x.dtype}, of {bits} bits; MPI sends whole bytes: convert it to int8")
-    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, f"uint{bits}")), x.dtype)
+    # MPI has all integers, and floats from 32 bits on. Others are sent as integers of that width.
+    if jnp.issubdtype(x.dtype, jnp.integer) or bits >= 32:
+        return send(x)
+    return send(x.view(f"uint{bits}")).view(x.dtype)
 
 
 def _sum(rows: jax.Array) -> jax.Array:
     """The sum of the rows in their order; narrow floats are summed in float32."""
-    wide = rows
-    if jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4:
-        wide = rows.astype(jnp.float32)
+    floats = jnp.issubdtype(rows.dtype, jnp.floating)
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32)) if floats else rows
     return functools.reduce(jnp.add, list(wide)).astype(rows.dtype)
 
 

@@ -26,7 +26,6 @@ def put_everywhere(tree: Any, mesh: Mesh) -> Any:
     everywhere = NamedSharding(mesh, PartitionSpec())
     if not mesh.is_multi_process:
         return jax.device_put(tree, everywhere)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     own = numbers(tree)
     check_equal_values(own, multihost_utils.process_allgather)
 
@@ -37,7 +36,7 @@ def put_everywhere(tree: Any, mesh: Mesh) -> Any:
         whole = jax.make_array_from_callback(value.shape, everywhere, value.__getitem__)
         return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else whole
 
-    return jax.tree.unflatten(treedef, [place(path, leaf) for path, leaf in leaves])
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def is_global(leaf: Any) -> bool:

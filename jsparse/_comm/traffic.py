@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -97,20 +97,17 @@ class Traffic:
     def __str__(self) -> str:
         return "\n".join([f"{'bytes':>12} {'messages':>8}  collective", *self._lines("")])
 
-    def _lines(self, indent: str) -> list[str]:
-        lines = []
+    def _lines(self, indent: str) -> Iterator[str]:
         for part in self.parts:
             figures = f"{part.cost.bytes:12} {part.cost.messages:8}  {indent}"
             if isinstance(part, Branches):
-                lines.append(f"{figures}one of")
+                yield f"{figures}one of"
                 for number, branch in enumerate(part.branches):
-                    cost = branch.cost
-                    lines.append(f"{cost.bytes:12} {cost.messages:8}  {indent}  branch {number}")
-                    lines.extend(branch._lines(indent + "    "))
+                    yield f"{branch.bytes:12} {branch.messages:8}  {indent}  branch {number}"
+                    yield from branch._lines(indent + "    ")
             else:
                 times = f" x {part.times}" if part.times > 1 else ""
-                lines.append(f"{figures}{part.name} {part.payload} over {', '.join(part.axes)}{times}")
-        return lines
+                yield f"{figures}{part.name} {part.payload} over {', '.join(part.axes)}{times}"
 
 
 def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | None = None) -> Traffic:
@@ -141,11 +138,12 @@ def traffic(fn: Callable[..., Any], *args: Any, axis_sizes: Mapping[str, int] | 
     sizes = dict(axis_sizes or {})
     trace = getattr(fn, "trace", None)
     closed = trace(*args).jaxpr if trace and not sizes else jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
-    return Traffic(tuple(_walk(_open(closed), sizes, 1)))
+    return Traffic(tuple(_walk(closed, sizes, 1)))
 
 
-def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Collective | Branches]:
-    parts: list[Collective | Branches] = []
+def _walk(
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, sizes: Mapping[str, int], times: int
+) -> Iterator[Collective | Branches]:
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         communicates = _collective(name, params, sizes)
@@ -157,30 +155,25 @@ def _walk(jaxpr: core.Jaxpr, sizes: Mapping[str, int], times: int) -> list[Colle
                 aval: Any = operand.aval
                 cost = collective_cost(collective, math.prod(aval.shape) * aval.dtype.itemsize, size)
                 payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-                parts.append(Collective(collective, payload, axes, times, cost * times))
+                yield Collective(collective, payload, axes, times, cost * times)
         elif name not in SILENT and any(axis in sizes for axis in _axes(params)):
             raise NotImplementedError(
                 f"the cost of {name!r} is not known; add it to COLLECTIVES in jsparse/_comm/traffic.py"
             )
         elif name == "cond":
-            branches = tuple(Traffic(tuple(_walk(_open(branch), sizes, times))) for branch in params["branches"])
+            branches = tuple(Traffic(tuple(_walk(branch, sizes, times))) for branch in params["branches"])
             if any(branch.parts for branch in branches):
-                parts.append(Branches(branches))
-        elif name == "scan":
-            parts.extend(_walk(_open(params["jaxpr"]), sizes, times * params["length"]))
+                yield Branches(branches)
         else:
-            if name == "shard_map":
-                inner = {**sizes, **params["mesh"].shape}
-            else:
-                inner = sizes
-            found = [part for sub in core.jaxprs_in_params(params) for part in _walk(sub, inner, times)]
+            inner = {**sizes, **params["mesh"].shape} if name == "shard_map" else sizes
+            rounds = times * params["length"] if name == "scan" else times
+            found = [part for sub in core.jaxprs_in_params(params) for part in _walk(sub, inner, rounds)]
             if name == "while" and found:
                 raise NotImplementedError(
                     "a while loop communicates, and its number of rounds is not known before it runs: "
                     "use lax.scan, or lax.fori_loop with a static number of rounds"
                 )
-            parts.extend(found)
-    return parts
+            yield from found
 
 
 def _collective(
@@ -197,8 +190,3 @@ def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     """The named axes over which a primitive runs; empty for most primitives."""
     axes = params.get("axes", params.get("axis_name"))
     return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
-
-
-def _open(jaxpr: Any) -> core.Jaxpr:
-    """The jaxpr itself, which some versions of JAX wrap in a closed one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -14,8 +14,8 @@ from kernels_pallas import varying_as
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.layout import Layout
-from .agreement import check, check_floats, varying_over
-from .outcome import begin, finish_report, report_of
+from .agreement import check, varying_over
+from .outcome import begin
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
@@ -29,49 +29,41 @@ class TwoMeans(Synchroniser):
     """The synchroniser of :func:`jsparse.a2sgd`. Its updates differ between workers.
 
     Attributes:
-      comm: the workers.
+      levels: one network, of all workers.
       per_leaf: whether every leaf has two means of its own.
     """
 
-    alike = False
-
-    comm: Comm
+    levels: tuple[Comm]
     per_leaf: bool = False
 
-    @property
-    def levels(self) -> tuple[Comm, ...]:
-        return (self.comm,)
-
     def over(self, *comms: Comm) -> "TwoMeans":
-        return dataclasses.replace(self, comm=comms[0])
+        return dataclasses.replace(self, levels=comms)
 
     def init(self, params: Any) -> SparseAllReduceState:
-        check_floats(params)
-        return begin(self, (), ())
+        return begin(self.levels, (), (), ())
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
-        comm = Metered(self.comm)
-        check([comm], grads, state, tuple)
+        comm = Metered(*self.levels)
+        check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
-        layout, groups, bad = Layout.of(leaves), self._groups(leaves), jnp.array(False)
-        if groups:
+        layout, bad = Layout.of(leaves), jnp.array(False)
+        # Leaves that share two means. Leaves without elements have none.
+        ids = [i for i, leaf in enumerate(leaves) if leaf.size]
+        groups = [[i] for i in ids] if self.per_leaf else [ids]
+        if ids:
             own = jnp.stack([_means([leaves[i] for i in ids], layout.dtype) for ids in groups])
             shared = comm.psum(own.reshape(-1)).reshape(-1, 2) / comm.size
             bad = ~jnp.all(jnp.isfinite(shared))
             for ids, mine, (plus, minus) in zip(groups, own, shared - own, strict=True):
                 for i in ids:
                     leaves[i] = jnp.where(bad, jnp.nan, _corrected(leaves[i], mine, plus, minus))
-        everything = jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max))
-        told = report_of((), (), everything)._replace(delivered=everything[None])
-        report = finish_report(told, state.report, bad, [(comm.words, comm.messages)])
+        everything = jnp.where(bad, 0, jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max)))[None]
+        report = state.report._replace(
+            delivered=everything, updated=everything, words=comm.words[None], messages=comm.messages[None]
+        )
         after = state._replace(step=state.step + jnp.where(bad, 0, 1), report=report)
         return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
-
-    def _groups(self, leaves: Sequence[jax.Array]) -> list[list[int]]:
-        """The groups of leaves that share two means. Leaves without elements are in no group."""
-        ids = [i for i, leaf in enumerate(leaves) if leaf.size]
-        return [[i] for i in ids] if self.per_leaf or not ids else [ids]
 
 
 def _means(leaves: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:

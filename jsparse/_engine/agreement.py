@@ -1,7 +1,7 @@
 """What workers agree on before and after a step, and what they refuse."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,17 +62,16 @@ def check_local(levels: Sequence[Comm], grads: Any) -> None:
             )
 
 
-def check(levels: Sequence[Comm], grads: Any, state: Any, first: Callable[[], Any]) -> None:
+def check(synchroniser: Any, grads: Any, state: Any) -> None:
     """Refuses gradients that are already summed, and a state that is not for them.
 
     Args:
-      levels: the networks.
+      synchroniser: what is to average the gradients.
       grads: the gradients.
-      state: what is given as the state of a synchronisation.
-      first: makes the states of the buckets that these gradients have before the first step.
+      state: what is given as the state of the synchronisation.
     """
     check_floats(grads)
-    check_local(levels, grads)
+    check_local(synchroniser.levels, grads)
     fix = (
         "initialise the state by the same transformation, with parameters of the gradients' shapes and types, for as "
         "many workers as there are here"
@@ -81,7 +80,7 @@ def check(levels: Sequence[Comm], grads: Any, state: Any, first: Callable[[], An
         raise ValueError(f"the state is of type {type(state).__name__}, and that of another transformation: {fix}")
     had, have = (
         [(jax.tree_util.keystr(path), x.shape, x.dtype.name) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-        for tree in (state.buckets, jax.eval_shape(first))
+        for tree in (state.buckets, jax.eval_shape(synchroniser.init, grads).buckets)
     )
     if had != have:
         ours = next((leaf for leaf in have if leaf not in had), None)

@@ -55,5 +55,6 @@ def over_contributors(total: SparseVector | jax.Array, workers: int) -> Quotient
         )
     ones = jnp.where(total.indices < total.n, 1, 0).astype(total.values.dtype)
     union = total.union()
-    sums, counts = total.merge(union), SparseVector(ones, total.indices, total.n).merge(union)
+    ones = SparseVector(ones, total.indices, total.n)
+    sums, counts = total.merge(union=union), ones.merge(union=union)
     return Quotient(SparseVector(sums.values / jnp.maximum(counts.values, 1), sums.indices, sums.n), 1)

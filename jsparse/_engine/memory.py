@@ -23,22 +23,14 @@ from .mean import Quotient
 from .reducer import Reduced
 
 
-class Forgotten(NamedTuple):
-    """The state of a memory that keeps nothing."""
-
-    @property
-    def residual(self) -> None:
-        return None
-
-
 class Residual(NamedTuple):
-    """The state of error feedback.
+    """The state of error feedback, and of a memory that keeps nothing.
 
     Attributes:
-      residual: shape ``(n,)``: what was accumulated and not yet delivered.
+      residual: shape ``(n,)``: what was accumulated and not yet delivered; None if it is not kept.
     """
 
-    residual: jax.Array
+    residual: jax.Array | None
 
 
 class Memory:
@@ -56,7 +48,7 @@ class Memory:
 
     def init(self, n: int, dtype: DTypeLike) -> Any:
         """The state before the first step, for a vector of length ``n``."""
-        return Forgotten()
+        return Residual(None)
 
     def limit(self, dtype: DTypeLike, size: int) -> float:
         """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
@@ -172,8 +164,7 @@ class ErrorFeedback(Memory):
     def accumulate(
         self, state: Residual, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
     ) -> tuple[Pending, Any]:
-        residual = state.residual
-        return Pending(residual, parts, keep, layout, self.limit(residual.dtype, size)), None
+        return Pending(state.residual, parts, keep, layout, self.limit(layout.dtype, size)), None
 
     def retain(
         self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int

@@ -3,24 +3,21 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
-from .._vector.buckets import Bucket
 from .._vector.density import check_steps
-from .agreement import agree, check, check_floats, varying_over
+from .agreement import agree, check, varying_over
 from .memory import NoMemory
-from .outcome import Outcome, begin, conclude, thresholds_of
+from .outcome import conclude
 from .state import BucketState, SparseAllReduceState
 from .synchroniser import Composition, Means, Synchroniser
 from .transform import SparseAllReduce
-
-Stage: TypeAlias = tuple[int, SparseAllReduce] | SparseAllReduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,67 +42,49 @@ class Phased(Synchroniser):
     def levels(self) -> tuple[Comm, ...]:
         return self.shared.levels
 
-    @property
-    def agree_over(self) -> tuple[Comm, ...]:
-        return self.shared.agree_over
-
-    @property
-    def space(self) -> Any:
-        return self.shared.space
-
-    @property
-    def memory(self) -> Any:
-        return self.shared.memory
-
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 
-    def first(self, buckets: Sequence[Bucket]) -> tuple[BucketState, ...]:
-        """The buckets' states before the first step: one memory, and every phase's reducer."""
-        each = [stage.first(buckets) for stage in self.stages]
-        return tuple(
-            BucketState(bucket.memory, tuple(states[i].reducer for states in each))
-            for i, bucket in enumerate(self.shared.first(buckets))
-        )
-
     def init(self, params: Any) -> SparseAllReduceState:
-        check_floats(params)
-        buckets = self.space.buckets(jax.tree.leaves(params))
-        return begin(self, self.first(buckets), thresholds_of(buckets, self.shared.selects(buckets)))
+        """The state before the first step: one memory, and every phase's reducer."""
+        shared = self.shared.init(params)
+        each = zip(*(stage.init(params).buckets for stage in self.stages), strict=True)
+        buckets = [
+            BucketState(bucket.memory, tuple(own.reducer for own in stages))
+            for bucket, stages in zip(shared.buckets, each, strict=True)
+        ]
+        return shared._replace(buckets=tuple(buckets))
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
-        levels = [Metered(comm) for comm in self.levels]
-        further = [Metered(comm) for comm in self.agree_over]
+        everyone = [Metered(comm) for comm in (*self.levels, *self.shared.space.agree_over)]
+        check(self, grads, state)
         leaves, treedef = jax.tree.flatten(grads)
-        buckets = self.space.buckets(leaves)
-        check(levels, grads, state, functools.partial(self.first, buckets))
-        told = self.shared.selects(buckets)
-        given = self.shared.prepare(levels, grads)
-        step, bad = agree([*levels, *further], state.step[0], given)
+        buckets = self.shared.space.buckets(leaves)
+        given = self.shared.memory.prepare(leaves, self.shared.workers)
+        step, bad = agree(everyone, state.step[0], given)
 
         def run(number: int) -> tuple[list[jax.Array], Any]:
             stage, inside = self.stages[number], [Metered(comm) for comm in self.levels]
             before = [BucketState(bucket.memory, bucket.reducer[number]) for bucket in state.buckets]
-            outcome = stage.synchronise(
-                inside, buckets, given, before, [bad] * len(buckets), step - self.starts[number], told
-            )
-            means = Means(buckets, outcome.quotients, bad).leaves(leaves)
-            after = [
-                BucketState(new.memory, (*old.reducer[:number], new.reducer, *old.reducer[number + 1 :]))
-                for new, old in zip(outcome.states, state.buckets, strict=True)
-            ]
+            left_out = [bad] * len(buckets)
+            outcomes = stage.synchronise(inside, buckets, given, before, left_out, step - self.starts[number])
+            means = Means(buckets, [outcome.quotient for outcome in outcomes], bad).leaves(leaves)
+            after = []
+            for outcome, old in zip(outcomes, state.buckets, strict=True):
+                reducers = (*old.reducer[:number], outcome.state.reducer, *old.reducer[number + 1 :])
+                after.append(outcome._replace(quotient=None, state=BucketState(outcome.state.memory, reducers)))
             sent = [(level.words, level.messages) for level in inside]
-            return means, varying_over(levels, (outcome._replace(quotients=[], states=after), sent))
+            return means, varying_over(self.levels, (after, sent))
 
         now = sum((step >= start for start in self.starts[1:]), jnp.int32(0))
         branches = [functools.partial(run, number) for number in range(len(self.stages))]
-        outcome: Outcome
-        means, (outcome, sent) = self.levels[0].switch(now, branches, replicated=True)
-        after = conclude(self, [*levels, *further], state, outcome, bad, step, undo=False, sent=sent)
+        means, (outcomes, sent) = self.levels[0].switch(now, branches, replicated=True)
+        selects = map(self.shared.selects, buckets)
+        after = conclude(everyone, state, outcomes, selects, bad, step, undo=False, sent=sent)
         return jax.tree.unflatten(treedef, means), after
 
 
-def phases(stages: Sequence[Stage], *, flush: bool = True) -> SparseAllReduce:
+def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, flush: bool = True) -> SparseAllReduce:
     """Makes a run in phases, each with its own algorithm or density.
 
     Use it for warm-ups, and to change to dense sums. All phases are in one compiled program, and
@@ -157,9 +136,8 @@ def _parse(stages: Any) -> tuple[list[Composition], list[int]]:
     synchronisers, lengths = [], []
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
-        steps, tx = None, stage
-        if isinstance(stage, tuple | list) and len(stage) == 2 and isinstance(stage[0], int):
-            steps, tx = stage
+        ends = isinstance(stage, tuple | list) and len(stage) == 2 and isinstance(stage[0], int)
+        steps, tx = stage if ends else (None, stage)
         if not isinstance(tx, SparseAllReduce):
             raise ValueError(
                 f"phase {number} is {type(tx).__name__}, and no preset; {form}. Put the other members of a chain "
@@ -187,17 +165,10 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
     A phase that keeps no state itself uses the memory of the others. Phases that keep a state must
     fit together.
     """
-
-    def keeps(stage: Composition) -> bool:
-        return stage.reducer.sparse or stage.memory != NoMemory()
-
-    sparse = next((stage for stage in stages if stage.reducer.sparse), None)
-    shared = sparse or next((stage for stage in stages if keeps(stage)), stages[0])
-
-    def takes_over(stage: Composition) -> bool:
-        """Whether it takes space and memory over from the others: dense, beside a sparse one."""
-        return not stage.reducer.sparse if sparse else not keeps(stage)
-
+    # The others take space and memory over from these: dense phases from sparse ones.
+    sparse = [stage for stage in stages if stage.reducer.sparse]
+    keeping = sparse or [stage for stage in stages if stage.memory != NoMemory()]
+    shared = (keeping or stages)[0]
     fitted = []
     for number, stage in enumerate(stages):
         where = f"phase {number} does not fit the others"
@@ -210,29 +181,27 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
             raise ValueError(f"{where}: bucket_bytes cuts the vector, but they have one residual for it; leave it out")
         if stage.reducer.staleness:
             raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
-        if not takes_over(stage):
-            for name, ours, theirs in (*_differing(stage, shared, "space"), *_differing(stage, shared, "memory")):
-                raise ValueError(
-                    f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
-                )
+        if stage in keeping:
+            for part in ("space", "memory"):
+                for name, ours, theirs in _differing(part, getattr(stage, part), getattr(shared, part)):
+                    raise ValueError(
+                        f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
+                    )
             fitted.append(stage)
         else:
             memory = shared.memory.in_dense_phase(flush)
             fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))
-    if not flush and shared.memory.feeds_back and takes_over(stages[-1]):
+    if not flush and shared.memory.feeds_back and stages[-1] not in keeping:
         raise ValueError(
             "the last phase is dense, and flush is False, so the residual would never be delivered; leave flush out"
         )
     return Phased(tuple(fitted), tuple(itertools.accumulate(lengths, initial=0)), shared)
 
 
-def _differing(a: Composition, b: Composition, part: str) -> Iterator[tuple[str, Any, Any]]:
+def _differing(part: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
     """The options in which a part of two synchronisers differs: the name, and both values."""
-    ours, theirs = getattr(a, part), getattr(b, part)
     if type(ours) is not type(theirs):
-        yield part, ours, theirs
-    elif ours != theirs:
-        for field in dataclasses.fields(ours):
-            values = getattr(ours, field.name), getattr(theirs, field.name)
-            if values[0] != values[1]:
-                yield field.name, *values
+        return [(part, ours, theirs)]
+    names = [field.name for field in dataclasses.fields(ours)]
+    values = [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
+    return [(name, own, other) for name, own, other in values if own != other]

@@ -136,7 +136,8 @@ class Selecting(Reducer):
         acc, x, selected = self.select.accumulate_and_select(pending, state.select, step, comm.rank())
         left = selected.selected[0] - x.count
         x = x.where(keep)
-        total, delivered, reduced = self.allreduce(comm, x, state.reduce, step=step, wire=self.wire.at(step))
+        held = {"held": acc} if self.allreduce.takes_held else {}
+        total, delivered, reduced = self.allreduce(comm, x, state.reduce, step=step, wire=self.wire.at(step), **held)
         told = self.allreduce.report(reduced)
         counts = Counts(
             selected.selected[0],
@@ -176,9 +177,13 @@ class Whole(Reducer):
         # Without a kept vector, what does not count is zero already.
         x = acc if pending.vector is None else jnp.where(keep, acc, 0)
         total, delivered, state = self.allreduce(comm, x, state, step=step, wire=Full().at(step))
-        none, zero = jnp.int32(0), jnp.zeros((), acc.dtype)
-        counts = Counts(none, none, count(delivered), zero, zero)
-        return Reduced(acc, x, delivered, total, counts, state)
+        return Reduced(acc, x, delivered, total, counts_of_whole(acc), state)
+
+
+def counts_of_whole(acc: jax.Array) -> Counts:
+    """What is told of a vector of which nothing is selected, and all is delivered."""
+    none, zero = jnp.int32(0), jnp.zeros((), acc.dtype)
+    return Counts(none, none, count(acc), zero, zero)
 
 
 def count(x: SparseVector | jax.Array) -> jax.Array:

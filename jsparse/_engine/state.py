@@ -5,6 +5,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jax.sharding import PartitionSpec
 
+# A mark in place of an array that is moved: use what a new run would begin with.
+ANEW: Any = object()
+
 
 @runtime_checkable
 class WorkerState(Protocol):
@@ -107,13 +110,10 @@ class SparseAllReduceState(NamedTuple):
         """As in :class:`WorkerState`: residuals and velocities keep their sum over P."""
 
         def bucket(now: BucketState, old: BucketState, once: BucketState) -> BucketState:
-            vectors = [leaf.shape[0] for leaf in jax.tree.leaves(now.memory)]
+            n = next((leaf.shape[0] for leaf in jax.tree.leaves(now.memory)), None)
 
             def part(now, old):
-                return now.moved(old, move, vectors[0] if vectors else None) if hasattr(now, "moved") else own(now, old)
-
-            def own(now, old):
-                return move.of_each(now, old, own=True)
+                return now.moved(old, move, n) if hasattr(now, "moved") else move.of_each(now, old, own=True)
 
             memory = jax.tree.map(move.vector, now.memory, old.memory, once.memory)
             reducer = jax.tree.map(part, now.reducer, old.reducer, is_leaf=lambda x: hasattr(x, "moved"))
@@ -121,7 +121,13 @@ class SparseAllReduceState(NamedTuple):
 
         return SparseAllReduceState(
             move.of_each(self.step, old.step),
-            move.anew(),
+            ANEW,
             tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
             jax.tree.map(move.of_each, self.report, old.report),
         )
+
+
+def states_in(tree: Any, kind: type = SparseAllReduceState) -> list[Any]:
+    """The states of a kind in a tree, by default those of all synchronisations."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]

@@ -5,7 +5,6 @@ phases, the training step, the accounting of traffic.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,11 +17,11 @@ from .._comm.metered import Metered
 from .._vector.buckets import Bucket
 from .._vector.sparse_vector import SparseVector
 from ..allreduce import Dense
-from .agreement import agree, check, check_floats, not_finite, pmax_over
+from .agreement import agree, check, not_finite, pmax_over
 from .mean import Mean, Quotient, over_workers
 from .memory import Memory, NoMemory
-from .outcome import Outcome, begin, conclude, report_of, thresholds_of
-from .reducer import Counts, Reducer, Whole, count, count_filled
+from .outcome import Outcome, begin, conclude
+from .reducer import Reducer, Whole, count, count_filled
 from .space import Flat, Space
 from .state import BucketState, SparseAllReduceState
 
@@ -32,16 +31,9 @@ class Synchroniser:
 
     Attributes:
       levels: the networks that a worker is in.
-      agree_over: further networks over which workers agree whether a gradient is finite.
-      alike: whether all workers get the same update.
     """
 
-    agree_over = ()
-    alike = True
-
-    @property
-    def levels(self) -> tuple[Comm, ...]:
-        raise NotImplementedError
+    levels: tuple[Comm, ...]
 
     def over(self, *comms: Comm) -> "Synchroniser":
         """The same over other networks, as many as ``levels``."""
@@ -137,8 +129,9 @@ class Composition(Synchroniser):
         return (self.comm, *self.space.comms)
 
     @property
-    def agree_over(self) -> tuple[Comm, ...]:
-        return self.space.agree_over
+    def workers(self) -> int:
+        """How many workers sum a gradient, on all levels together."""
+        return math.prod(comm.size for comm in self.levels)
 
     def over(self, *comms: Comm) -> "Composition":
         return dataclasses.replace(self, comm=comms[0], space=self.space.over(*comms[1:]))
@@ -149,23 +142,19 @@ class Composition(Synchroniser):
             return Whole(Dense()), self.memory.for_dense()
         return self.reducer, self.memory
 
-    def first(self, buckets: Sequence[Bucket]) -> tuple[BucketState, ...]:
-        """The buckets' states before the first step."""
+    def selects(self, bucket: Bucket) -> bool:
+        """Whether elements of a bucket are selected, so that it has thresholds to report."""
+        return self.reducer.sparse and not bucket.dense
+
+    def init(self, params: Any) -> SparseAllReduceState:
+        buckets = self.space.buckets(jax.tree.leaves(params))
         states = []
         for bucket in buckets:
             reducer, memory = self.parts(bucket)
             layout = self.space.layout(bucket)
             states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
-        return tuple(states)
-
-    def selects(self, buckets: Sequence[Bucket]) -> list[bool]:
-        """Which buckets are selected from, and so have thresholds to report."""
-        return [self.reducer.sparse and not bucket.dense for bucket in buckets]
-
-    def init(self, params: Any) -> SparseAllReduceState:
-        check_floats(params)
-        buckets = self.space.buckets(jax.tree.leaves(params))
-        return begin(self, self.first(buckets), thresholds_of(buckets, self.selects(buckets)))
+        thresholds = [jnp.zeros(1, bucket.layout.dtype) for bucket in buckets if self.selects(bucket)]
+        return begin(self.levels, self.space.agree_over, states, thresholds)
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
@@ -174,36 +163,31 @@ class Composition(Synchroniser):
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]
-        further = [Metered(comm) for comm in self.agree_over]
+        everyone = [*levels, *map(Metered, self.space.agree_over)]
+        check(self, grads, state)
         buckets = self.space.buckets(jax.tree.leaves(grads))
-        check(levels, grads, state, functools.partial(self.first, buckets))
-        leaves = self.prepare(levels, grads)
+        leaves = self.memory.prepare(jax.tree.leaves(grads), self.workers)
 
         step, bad = state.step[0], jnp.array(False)
-        left_out = [bad] * len(buckets)
         stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
         if stateful == 1:
-            step, bad = agree([*levels, *further], step, leaves)
-            left_out = [bad] * len(buckets)
-        elif stateful:
+            step, bad = agree(everyone, step, leaves)
+        left_out = [bad] * len(buckets)
+        if stateful > 1:
             # Several vectors do not wait for each other's gradients. A worker leaves out a vector
             # whose gradients are not finite. Once all workers have told, the step is undone.
-            step = pmax_over([*levels, *further], step)
+            step = pmax_over(everyone, step)
             left_out = [not_finite(bucket.take(leaves)) for bucket in buckets]
 
-        told = self.selects(buckets)
-        outcome = self.synchronise(levels, buckets, leaves, state.buckets, left_out, step, told)
+        outcomes = self.synchronise(levels, buckets, leaves, state.buckets, left_out, step)
         if stateful > 1:
             # Only after the agreed step: XLA would merge both exchanges, and wait for the last
             # gradient.
             wrong = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
-            bad = pmax_over([*levels, *further], wrong) > 0
-        state = conclude(self, [*levels, *further], state, outcome, bad, step, undo=stateful > 1)
-        return Means(buckets, outcome.quotients, bad), state
-
-    def prepare(self, levels: Sequence[Comm], grads: Any) -> Sequence[jax.Array]:
-        """A worker's gradients as they enter the space."""
-        return self.memory.prepare(jax.tree.leaves(grads), math.prod(level.size for level in levels))
+            bad = pmax_over(everyone, wrong) > 0
+        selects = map(self.selects, buckets)
+        state = conclude(everyone, state, outcomes, selects, bad, step, undo=stateful > 1)
+        return Means(buckets, [outcome.quotient for outcome in outcomes], bad), state
 
     def synchronise(
         self,
@@ -213,9 +197,8 @@ class Composition(Synchroniser):
         states: Sequence[BucketState],
         left_out: Sequence[jax.Array],
         step: jax.Array,
-        selects: Sequence[bool],
-    ) -> Outcome:
-        """Accumulates, sums and retains every vector.
+    ) -> list[Outcome]:
+        """Accumulates, sums and retains every vector; the outcomes are in the buckets' order.
 
         Nothing of a vector that is left out is delivered.
 
@@ -226,14 +209,9 @@ class Composition(Synchroniser):
           states: of the buckets.
           left_out: bool scalars, one for each bucket.
           step: int32 scalar, alike on all workers.
-          selects: which buckets have thresholds to report.
         """
         comm, *inner = levels
-        workers = math.prod(level.size for level in levels)
-        quotients: dict[int, Quotient] = {}
-        after: dict[int, BucketState] = {}
-        counts: dict[int, Counts] = {}
-        updated = jnp.int32(0)
+        outcomes: dict[int, Outcome] = {}
         for level in levels:
             level.next_bucket()
         # In the order in which a backward pass has them ready.
@@ -242,15 +220,12 @@ class Composition(Synchroniser):
                 level.next_bucket()
             bucket, before, keep = buckets[i], states[i], ~left_out[i]
             reducer, memory = self.parts(bucket)
-            layout, limit = self.space.layout(bucket), memory.limit(bucket.layout.dtype, workers)
+            layout, limit = self.space.layout(bucket), memory.limit(bucket.layout.dtype, self.workers)
             parts = self.space.enter(inner, bucket, bucket.take(leaves), keep, limit)
             pending, kept = memory.accumulate(before.memory, layout, parts, keep, comm.size)
             done = reducer(comm, pending, before.reducer, layout=layout, step=step, keep=keep)
-            kept, quotient = memory.retain(kept, done, self.mean(done.total, workers), keep, comm.size)
+            kept, quotient = memory.retain(kept, done, self.mean(done.total, self.workers), keep, comm.size)
             total = self.space.leave(inner, bucket, quotient.total)
-            quotients[i], counts[i] = quotient._replace(total=total), done.counts
-            after[i] = BucketState(kept, done.state)
-            updated += count_filled(total) if reducer.sparse else count(total)
-        order = range(len(buckets))
-        report = report_of([counts[i] for i in order], selects, updated)
-        return Outcome([quotients[i] for i in order], [after[i] for i in order], report)
+            updated = count_filled(total) if reducer.sparse else count(total)
+            outcomes[i] = Outcome(quotient._replace(total=total), BucketState(kept, done.state), done.counts, updated)
+        return [outcomes[i] for i in range(len(buckets))]

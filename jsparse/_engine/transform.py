@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from .._vector.layout import Layout
 from .._vector.sparse_vector import SparseVector
+from .agreement import check_floats
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
@@ -24,9 +25,7 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
     @staticmethod
     def of(synchroniser: Synchroniser) -> "SparseAllReduce":
         """The transformation of a synchroniser."""
-        init: Any = functools.partial(_init, synchroniser)
-        update: Any = functools.partial(_update, synchroniser)
-        return SparseAllReduce(init, update)
+        return SparseAllReduce(functools.partial(_init, synchroniser), functools.partial(_update, synchroniser))
 
     @property
     def synchroniser(self) -> Any:
@@ -35,13 +34,14 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
 
 
 def _init(synchroniser: Synchroniser, params: optax.Params) -> SparseAllReduceState:
+    check_floats(params)
     return synchroniser.init(params)
 
 
 def _update(
     synchroniser: Synchroniser,
     updates: optax.Updates,
-    state: SparseAllReduceState,
+    state: Any,
     params: optax.Params | None = None,
     **extra_args,
 ) -> tuple[optax.Updates, SparseAllReduceState]:

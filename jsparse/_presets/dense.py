@@ -160,7 +160,7 @@ def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> SparseAllReduce:
           state, loss = step(state, batch)
       params = jsparse.sync_params(state, "data", mesh=mesh)
     """
-    return SparseAllReduce.of(TwoMeans(as_comm(comm), per_leaf))
+    return SparseAllReduce.of(TwoMeans((as_comm(comm),), per_leaf))
 
 
 def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:

@@ -18,31 +18,26 @@ from .._engine.transform import SparseAllReduce
 from .general import Options
 
 VERSION = 1
-ROOMS = {"select": select, "wire": wire, "quantize": quantize, "allreduce": allreduce}
-# For each field that holds a part, the module that the part comes from (a key of ROOMS).
-PARTS = {"select": "select", "wire": "wire", "values": "quantize", "quantize": "quantize", "allreduce": "allreduce"}
+# For each field that holds a part, the module that the part comes from.
+PARTS = {"select": select, "wire": wire, "values": quantize, "quantize": quantize, "allreduce": allreduce}
 
 
 def presets() -> dict[str, Callable[..., SparseAllReduce]]:
     """The presets and the general form, by name: the public functions of this folder's modules."""
     public, folder = importlib.import_module(__name__.partition(".")[0]), __name__.rpartition(".")[0]
-    functions = {name: getattr(public, name) for name in public.__all__ if inspect.isfunction(getattr(public, name))}
     return {
         name: function
-        for name, function in functions.items()
+        for name, function in inspect.getmembers(public, inspect.isfunction)
         if function.__module__.startswith(f"{folder}.") and function.__module__ != __name__
     }
 
 
 def options_of(preset: Callable[..., SparseAllReduce]) -> list[str]:
     """The names of a preset's options: its own, and those that it shares with other presets."""
-    names = []
-    for name, parameter in inspect.signature(preset).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            names.append(name)
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            names.extend(Options.__annotations__)
-    return names
+    parameters = inspect.signature(preset).parameters.values()
+    own = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    shares = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [*own, *Options.__annotations__] if shares else own
 
 
 def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, CommLike]) -> SparseAllReduce:
@@ -99,79 +94,65 @@ def build(content: Any, comm: Any) -> SparseAllReduce:
     _check_known("preset", name, known)
     if not isinstance(options, dict):
         raise ValueError(f'"options" is {options!r}; it must be an object, with a value for each option by name')
-    preset = known[name]
-    parameters = inspect.signature(preset).parameters
-    keywords = options_of(preset)
-    arguments = [comm]
-    if "inter" in parameters:
+    preset, arguments = known[name], [comm]
+    if "inter" in inspect.signature(preset).parameters:
         if not isinstance(comm, tuple) or len(comm) != 2:
             raise ValueError(f"comm is {comm!r}; {name} has two levels, so pass a tuple of two, (inter, intra)")
         arguments = list(comm)
-    return _called(name, preset, arguments, options, keywords)
+    return _called(name, preset, arguments, options, options_of(preset))
 
 
 def describe(preset: str, **options: Any) -> dict[str, Any]:
     """The content of a file for a preset and its options."""
     parameters = inspect.signature(presets()[preset]).parameters
-    return {
-        "jsparse": VERSION,
-        "preset": preset,
-        "options": {
-            name: _plain(option)
-            for name, option in options.items()
-            # None is left out where it is the default.
-            if option is not None or (name in parameters and parameters[name].default is not None)
-        },
+    # None is left out where it is the default.
+    given = {
+        name: _plain(option)
+        for name, option in options.items()
+        if option is not None or (name in parameters and parameters[name].default is not None)
     }
+    return {"jsparse": VERSION, "preset": preset, "options": given}
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: at any time the file is the whole old one or the whole new one."""
     path = pathlib.Path(path)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
+        new = pathlib.Path(directory, path.name)
+        with new.open("w") as file:
             file.write(json.dumps(content, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
+        new.replace(path)
 
 
 def _plain(value: Any) -> Any:
     """An option's value in the form that JSON can hold."""
     if not dataclasses.is_dataclass(value):
         return value
-    room = next((room for room, module in ROOMS.items() if getattr(module, type(value).__name__, 0) is type(value)), "")
-    if not room and not isinstance(value, ErrorFeedback):
+    names = {part: name for where in (*PARTS, "error_feedback") for name, part in _parts(where).items()}
+    if type(value) not in names:
         raise ValueError(f"{value!r} is none of jsparse's own parts, so a file can't name it: use a part of jsparse")
     fields = {
         field.name: _plain(getattr(value, field.name))
         for field in dataclasses.fields(value)
         if field.compare and getattr(value, field.name) != field.default
     }
-    return {f"{room}.{type(value).__name__}".lstrip("."): fields}
+    return {names[type(value)]: fields}
 
 
 def _part(where: str, value: Any) -> Any:
     """An option's value, made from the form that JSON holds."""
+    known = _parts(where)
     if not isinstance(value, dict):
         if where in PARTS and value is not None:
-            raise ValueError(f'{where} is {value!r}; it must be an object, such as {{"{_some(where)}": {{}}}}')
+            raise ValueError(f'{where} is {value!r}; it must be an object, such as {{"{next(iter(known))}": {{}}}}')
         return value
+    if not known:
+        raise ValueError(f"{where} is {value!r}; it must be a number, a text, true or false")
     if len(value) != 1 or not isinstance(next(iter(value.values())), dict):
-        raise ValueError(f"{where} is {value!r}; it must be an object with one key, such as {_some(where)!r}")
+        raise ValueError(f"{where} is {value!r}; it must be an object with one key, such as {next(iter(known))!r}")
     name, fields = next(iter(value.items()))
-    if where == "error_feedback":
-        known: dict[str, Any] = {"ErrorFeedback": ErrorFeedback}
-    else:
-        room = PARTS.get(where)
-        if room is None:
-            raise ValueError(f"{where} is {value!r}; it must be a number, a text, true or false")
-        known = {f"{room}.{key}": part for key, part in _classes(room).items()}
     _check_known(where, name, known)
     names = [field.name for field in dataclasses.fields(known[name]) if field.compare]
     return _called(name, known[name], [], fields, names)
@@ -189,15 +170,16 @@ def _called(
         raise ValueError(f"{name} can't be made from {given}: {error}; its options are {', '.join(known)}") from error
 
 
-def _classes(room: str) -> dict[str, Any]:
-    module = ROOMS[room]
-    return {name: getattr(module, name) for name in module.__all__ if dataclasses.is_dataclass(getattr(module, name))}
-
-
-def _some(where: str) -> str:
-    """The name of a part that would be valid there."""
-    room = PARTS.get(where)
-    return f"{room}.{next(iter(_classes(room)))}" if room else "ErrorFeedback"
+def _parts(where: str) -> dict[str, Any]:
+    """The parts that a field may hold, by the names that files give them."""
+    if where == "error_feedback":
+        return {"ErrorFeedback": ErrorFeedback}
+    if where not in PARTS:
+        return {}
+    module = PARTS[where]
+    room = module.__name__.rpartition(".")[2]
+    public = {f"{room}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: part for name, part in public.items() if dataclasses.is_dataclass(part)}
 
 
 def _check_known(what: str, name: Any, known: Iterable[str]) -> None:

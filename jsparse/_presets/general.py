@@ -8,7 +8,7 @@ from .._comm.comm import CommLike, as_comm
 from .._engine.mean import over_contributors, over_workers
 from .._engine.memory import ErrorFeedback, Memory, NoMemory
 from .._engine.reducer import Reducer, Selecting, Whole
-from .._engine.space import Flat, Space
+from .._engine.space import Flat
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.buckets import Scope
@@ -86,7 +86,17 @@ def sparse_allreduce(
           optax.adam(1e-3),
       )
     """
-    _check_parts(select, allreduce, wire)
+    parts = {"select": (select, Selector), "allreduce": (allreduce, AllReduce), "wire": (wire, Wire)}
+    for name, (part, kind) in parts.items():
+        if not isinstance(part, kind) and not (name == "select" and part is None):
+            raise ValueError(
+                f"{name} is {part!r}; it is an object of a class that inherits from jsparse's {kind.__name__}, such as "
+                f"{EXAMPLES[name]}"
+            )
+    if allreduce.sparse and select is None:
+        raise ValueError(f"{allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
+    if select is not None and not allreduce.sparse:
+        raise ValueError(f"{allreduce} sums dense vectors and selects nothing; pass select=None to sparse_allreduce")
     if mean not in tuple(MEANS):
         raise ValueError(f'mean is {mean!r}; choose "workers" or "contributors"')
     reducer: Reducer = Whole(allreduce) if select is None else Selecting(select, allreduce, wire)
@@ -100,8 +110,6 @@ def of_density(
     allreduce: AllReduce,
     options: Options,
     default: Callable[[float], Selector] = TopK,
-    memory: Callable[[Memory], Memory] = lambda feedback: feedback,
-    space: Callable[[Flat], Space] = lambda flat: flat,
 ) -> SparseAllReduce:
     """A sparse preset.
 
@@ -111,8 +119,6 @@ def of_density(
       allreduce: how they sum.
       options: of the preset's caller.
       default: makes the selector of a density.
-      memory: makes the memory of the one that the options ask for.
-      space: makes the space of the one that the options ask for.
 
     Raises:
       TypeError: an option is not known.
@@ -133,25 +139,7 @@ def of_density(
         raise ValueError(
             f"density is {density}, and that of select={select} is {select.density}: give it once, to the selector"
         )
-    _check_parts(select, allreduce, options.get("wire", Full()))
-    flat = Flat(options.get("scope", "global"), options.get("dense_below", 0))
-    kept = memory_of(options.get("error_feedback", True))
-    reducer = Selecting(select, allreduce, options.get("wire", Full()))
-    return SparseAllReduce.of(Composition(as_comm(comm), reducer, memory(kept), space(flat)))
-
-
-def _check_parts(select: Selector | None, allreduce: AllReduce, wire: Wire) -> None:
-    parts = {"select": (select, Selector), "allreduce": (allreduce, AllReduce), "wire": (wire, Wire)}
-    for name, (part, kind) in parts.items():
-        if (part is not None and not isinstance(part, kind)) or (part is None and name != "select"):
-            raise ValueError(
-                f"{name} is {part!r}; it is an object of a class that inherits from jsparse's {kind.__name__}, such as "
-                f"{EXAMPLES[name]}"
-            )
-    if allreduce.sparse and select is None:
-        raise ValueError(f"{allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
-    if select is not None and not allreduce.sparse:
-        raise ValueError(f"{allreduce} sums dense vectors and selects nothing; pass select=None to sparse_allreduce")
+    return sparse_allreduce(comm, allreduce=allreduce, **(options | {"select": select}))
 
 
 def memory_of(error_feedback: bool | ErrorFeedback) -> Memory:

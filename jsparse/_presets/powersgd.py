@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from .._comm.comm import Comm, CommLike, as_comm
 from .._engine.memory import ErrorFeedback, largest_addend
-from .._engine.reducer import Counts, Reduced, Reducer, count
+from .._engine.reducer import Reduced, Reducer, counts_of_whole
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.layout import Layout
@@ -79,11 +80,11 @@ class LowRank(Reducer):
                 "Pass the parameters in their own shapes, not raveled; over two levels, where a worker has a shard of "
                 "a vector, name both axes as one: powersgd((inter, intra))"
             )
-        factors = []
-        for i, matrix in enumerate(self.matrices(layout)):
-            if matrix:
-                shape = (matrix.columns, matrix.rank)
-                factors.append(jax.random.normal(key_of(self.seed, i), shape, layout.dtype))
+        factors = (
+            jax.random.normal(key_of(self.seed, i), (matrix.columns, matrix.rank), layout.dtype)
+            for i, matrix in enumerate(self.matrices(layout))
+            if matrix
+        )
         return LowRankState(tuple(factors))
 
     def matrices(self, layout: Layout) -> list[Matrix | None]:
@@ -103,13 +104,12 @@ class LowRank(Reducer):
         self, comm: Comm, pending: Pending, state: LowRankState, *, layout: Layout, step: jax.Array, keep: jax.Array
     ) -> Reduced:
         acc = pending.add_up()
-        matrices, windows = self.matrices(layout), list(itertools.pairwise(layout.offsets))
+        leaves = list(zip(self.matrices(layout), itertools.pairwise(layout.offsets), strict=True))
         limit = largest_addend(acc.dtype, 2 * self.rank * comm.size)
 
-        def cut(vector: jax.Array, compressed: bool) -> list[jax.Array]:
-            """The windows of the leaves that are compressed, or of the others."""
-            pairs = zip(matrices, windows, strict=True)
-            return [vector[begin:end] for matrix, (begin, end) in pairs if bool(matrix) is compressed]
+        def compressed(vector: jax.Array) -> list[jax.Array]:
+            """The matrices that travel as factors."""
+            return [vector[begin:end].reshape(matrix.rows, matrix.columns) for matrix, (begin, end) in leaves if matrix]
 
         def factor(x: jax.Array) -> jax.Array:
             """A factor to be sent: finite when summed, and zero in a step that does not count."""
@@ -119,32 +119,22 @@ class LowRank(Reducer):
         def vector(q: Sequence[jax.Array], rest: Sequence[jax.Array]) -> jax.Array:
             """The vector whose matrices have these right factors."""
             low, others = iter(zip(bases, q, strict=True)), iter(rest)
-            return jnp.concatenate([_outer(*next(low)).reshape(-1) if matrix else next(others) for matrix in matrices])
+            return jnp.concatenate([_outer(*next(low)).reshape(-1) if matrix else next(others) for matrix, _ in leaves])
 
-        shapes = [(matrix.rows, matrix.columns) for matrix in matrices if matrix]
-        p = [
-            factor(_multiply(a.reshape(shape), q, (1, 0)))
-            for a, shape, q in zip(cut(acc, True), shapes, state.q, strict=True)
-        ]
-        rest = [jnp.where(keep, x, 0) for x in cut(acc, False)]
+        p = [factor(_multiply(a, q, (1, 0))) for a, q in zip(compressed(acc), state.q, strict=True)]
+        rest = [jnp.where(keep, acc[begin:end], 0) for matrix, (begin, end) in leaves if not matrix]
         sums = _sum_together(comm, [*p, *rest])
         p_sums, rest_sums = sums[: len(p)], sums[len(p) :]
         # The matrices are cut out of the vector again, once the first sum is there. Otherwise XLA
         # would keep copies of all of them while it waits for the sum.
         again, _ = lax.optimization_barrier((acc, p_sums))
         bases = _orthonormal_bases(p_sums)
-        q = [
-            factor(_multiply(a.reshape(shape), basis, (0, 0)))
-            for a, shape, basis in zip(cut(again, True), shapes, bases, strict=True)
-        ]
+        q = [factor(_multiply(a, basis, (0, 0))) for a, basis in zip(compressed(again), bases, strict=True)]
         q_sums = _sum_together(comm, q)
         total, delivered = vector(q_sums, rest_sums), vector(q, rest)
-        none, zero = jnp.int32(0), jnp.zeros((), acc.dtype)
-        counts = Counts(none, none, count(delivered), zero, zero)
-        after = LowRankState(
-            tuple(_next_factor(old, new, max(shape)) for old, new, shape in zip(state.q, q_sums, shapes, strict=True))
-        )
-        return Reduced(again, delivered, delivered, total, counts, after)
+        pairs = zip(state.q, q_sums, bases, strict=True)
+        after = tuple(_next_factor(old, new, max(len(basis), len(new))) for old, new, basis in pairs)
+        return Reduced(again, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
 
 
 def powersgd(
@@ -231,13 +221,10 @@ def _outer(basis: jax.Array, q: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, columns)
 
 
-def _sum_together(comm: Comm, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _sum_together(comm: Comm, arrays: list[jax.Array]) -> list[jax.Array]:
     """The sums of arrays over the workers, by one all-reduce."""
-    if not arrays:
-        return []
-    whole = comm.psum(jnp.concatenate([x.reshape(-1) for x in arrays]))
-    ends = list(itertools.accumulate(x.size for x in arrays))
-    return [part.reshape(x.shape) for part, x in zip(jnp.split(whole, ends[:-1]), arrays, strict=True)]
+    whole, unravel = ravel_pytree(arrays)
+    return unravel(comm.psum(whole)) if arrays else []
 
 
 def _orthonormal_bases(matrices: Sequence[jax.Array]) -> list[jax.Array]:

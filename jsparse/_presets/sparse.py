@@ -1,5 +1,6 @@
 """The published sparse algorithms by name: each combines a selector with an all-reduce."""
 
+import dataclasses
 from typing import Literal, Unpack
 
 from .._comm.comm import CommLike, as_comm
@@ -69,9 +70,9 @@ def oktopk(
     *,
     density: float | None = None,
     tau_threshold: int = 32,
-    tau_region: int = 64,
+    tau_region: int | None = 1,
     split: Literal["all_to_all", "rotate"] = "all_to_all",
-    balance_above: float = 2.0,
+    put_back: Literal["senders", "owner", "server"] = "senders",
     **options: Unpack[Options],
 ) -> SparseAllReduce:
     """Ok-Topk: nearly the k largest elements of the sum of the workers' top-k.
@@ -80,20 +81,21 @@ def oktopk(
       comm: a mesh axis name, a tuple of them, or a Comm.
       density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
         density of its own.
-      tau_threshold, tau_region, split, balance_above: as in :class:`jsparse.allreduce.OkTopk`.
+      tau_threshold, tau_region, split, put_back: as in :class:`jsparse.allreduce.OkTopk`, which
+        has more options.
       **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback``, ``scope``
         and ``dense_below``, as in :func:`sparse_allreduce`.
 
     Returns:
       A gradient transformation.
 
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full
+    **Cost**: at most ``8k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full
     width.
 
     References:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022.
     """
-    return of_density(comm, density, OkTopk(tau_threshold, tau_region, split, balance_above), options)
+    return of_density(comm, density, OkTopk(tau_threshold, tau_region, split, put_back), options)
 
 
 def gtopk(
@@ -293,11 +295,9 @@ def dgc(
       Training, ICLR 2018, sections 3.1 to 3.3, Algorithm 4. At density 1 it does what the authors'
       code does.
     """
-
-    def with_momentum(feedback):
-        return MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, feedback)
-
-    return of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold, memory=with_momentum)
+    plain = of_density(comm, density, allreduce or TopkAllGather(), options, DgcThreshold).synchroniser
+    memory = MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, plain.memory)
+    return SparseAllReduce.of(dataclasses.replace(plain, memory=memory))
 
 
 def hitopk(
@@ -341,8 +341,6 @@ def hitopk(
       MLSys 2021, section 3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual:
       ``error_feedback=False``).
     """
-
-    def shards(flat):
-        return Shards(flat.scope, flat.dense_below, intra=as_comm(intra))
-
-    return of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK, space=shards)
+    flat = of_density(inter, density, allreduce or TopkAllGather(), options, MSTopK).synchroniser
+    space = Shards(flat.space.scope, flat.space.dense_below, intra=as_comm(intra))
+    return SparseAllReduce.of(dataclasses.replace(flat, space=space))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._engine.state import SparseAllReduceState, WorkerState
+from .._engine.state import ANEW, WorkerState, states_in
 from .._train.per_worker import PerWorkerState
 from .redistribute import interpolate, nearest, redistribute
 
@@ -18,8 +18,6 @@ FIX = (
     "pass the chain and the parameters that the state was made with (if each worker has parameters of its own, pass "
     "one worker's); only the number of workers may differ"
 )
-# A mark in place of an array: use what a new run would begin with.
-ANEW = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +129,13 @@ class Move:
         An array of one element is not cut: each worker has a copy, and all copies are alike.
         """
         size, n = math.prod(self.axes[name] for name in axis), math.prod(once.shape)
+        whole = np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
         if n <= 1:
             _check(now, old, old.shape[1:] == now.shape[1:])
-            return nearest(old, size) if n else np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
+            return nearest(old, size) if n else whole
         _check(now, old, old.shape[1:] == now.shape[1:] and n <= old.size < n + self.old)
-        whole = np.zeros((size * now.shape[0], *now.shape[1:]), now.dtype)
         whole.reshape(-1)[:n] = old.reshape(-1)[:n]
         return whole
-
-    def anew(self) -> Any:
-        """The mark in place of an array for what a new run would begin with."""
-        return ANEW
 
     @property
     def same_nodes(self) -> bool:
@@ -161,13 +155,8 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
       halved: for each axis, the state as it is on one of two workers along that axis.
     """
     axes = {name: mesh.shape[name] for name in names}
-    wholes = _vectors(once)
-    cut = {
-        name
-        for name in names
-        if any(half.shape != whole.shape for half, whole in zip(_vectors(halved[name]), wholes, strict=True))
-    }
-    remembering = [state for state in ours(once) if jax.tree.leaves(state.buckets)]
+    cut = {name for name in names if _shapes(halved[name]) != _shapes(once)}
+    remembering = [state for state in states_in(once) if jax.tree.leaves(state.buckets)]
     within = cut | {name for name in names if any(name not in state.step.axes for state in remembering)}
     if set(names[len(names) - len(within) :]) != within:
         raise ValueError(f"axis is {names}; name the axes between nodes first, and then {sorted(within)}")
@@ -180,13 +169,12 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
 
 def _workers(now: Any, old: Any) -> int:
     """The number of workers that a state belongs to; 1 if the state is alike on all workers."""
-    found = {state.step.shape[0] for state in ours(old)}
-    for here, there in zip(_leaves(now, PerWorkerState), _leaves(old, PerWorkerState), strict=True):
-        pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
-        found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape) and not ours(here)}
-    if len(found) > 1:
-        raise ValueError(f"parts of the state belong to different numbers of workers, {sorted(found)}: {FIX}")
-    return next(iter(found), 1)
+    found = {state.step.shape[0] for state in states_in(old)}
+    for here, there in zip(states_in(now, PerWorkerState), states_in(old, PerWorkerState), strict=True):
+        if not states_in(here):
+            pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
+            found |= {full.shape[0] // part.shape[0] for part, full in pairs if math.prod(part.shape)}
+    return _only(found, "workers", f": {FIX}", 1)
 
 
 def _nodes(now: Any, old: Any) -> int:
@@ -195,7 +183,7 @@ def _nodes(now: Any, old: Any) -> int:
     The state records it itself, in its ``sizes``.
     """
     found = set()
-    for here, there in zip(ours(now), ours(old), strict=True):
+    for here, there in zip(states_in(now), states_in(old), strict=True):
         workers, levels = there.step.shape[0], here.sizes.shape[0]
         if there.sizes.shape != (workers * levels,):
             raise ValueError(
@@ -204,11 +192,14 @@ def _nodes(now: Any, old: Any) -> int:
             )
         if jax.tree.leaves(here.buckets):
             found.add(int(there.sizes[0]))
+    return _only(found, "nodes", "; move each by itself", _workers(now, old))
+
+
+def _only(found: set[int], what: str, fix: str, otherwise: int) -> int:
+    """The one number that was found."""
     if len(found) > 1:
-        raise ValueError(
-            f"parts of the state belong to different numbers of nodes, {sorted(found)}; move each by itself"
-        )
-    return next(iter(found), _workers(now, old))
+        raise ValueError(f"parts of the state belong to different numbers of {what}, {sorted(found)}{fix}")
+    return next(iter(found), otherwise)
 
 
 def _check(now: Local, old: Any, fits: bool) -> None:
@@ -231,16 +222,7 @@ def _alike(rows: Any, gpus: int) -> bool:
     return np.array_equal(rows, np.repeat(rows[::gpus], gpus, axis=0), equal_nan=rows.dtype.kind == "f")
 
 
-def _vectors(tree: Any) -> list[Any]:
-    """All residuals, velocities and other vectors of the memories in a tree."""
-    return [leaf for state in ours(tree) for bucket in state.buckets for leaf in jax.tree.leaves(bucket.memory)]
-
-
-def ours(tree: Any) -> list[Any]:
-    """The states of all synchronisations in a tree."""
-    return _leaves(tree, SparseAllReduceState)
-
-
-def _leaves(tree: Any, kind: type) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of all residuals, velocities and other vectors of the memories in a tree."""
+    memories = [bucket.memory for state in states_in(tree) for bucket in state.buckets]
+    return [vector.shape for vector in jax.tree.leaves(memories)]

@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import varying_axes
 
+from .._engine.state import ANEW
 from .._train.per_worker import per_worker
 from .._train.placement import AxisName, check_axis, state_specs
-from .move import ANEW, FIX, Local, between
+from .move import FIX, Local, between
 
 
 def reshard(
@@ -87,27 +88,24 @@ def reshard(
     old = jax.tree.unflatten(jax.tree.structure(now), leaves)
     carried = between(mesh, names, now, old, once, halved).tree(now, old, once)
     specs = state_specs(now, axis)
-    begun = _begun(tx, params, mesh, specs, [leaf is ANEW for leaf in jax.tree.leaves(carried)])
+    begun = _begun(tx, params, mesh, specs, carried)
     carried = jax.tree.map(lambda leaf, new: new if leaf is ANEW else leaf, carried, begun)
     return jax.tree.map(lambda leaf, spec: _placed(leaf, NamedSharding(mesh, spec)), carried, specs)
 
 
-def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, specs: Any, wanted: list[bool]) -> Any:
-    """The wanted leaves of a new run's state, and False in place of the others.
+def _begun(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, specs: Any, carried: Any) -> Any:
+    """A new run's state where the carried one has the mark, and None elsewhere.
 
-    The others are not computed.
+    What is not wanted is not computed.
     """
-    places, treedef = jax.tree.flatten(specs)
-    if not any(wanted):
-        return jax.tree.unflatten(treedef, wanted)
+
+    def wanted(tree):
+        return jax.tree.map(lambda leaf, mark: leaf if mark is ANEW else None, tree, carried)
 
     def begin():
-        zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), params)
-        return [leaf for leaf, want in zip(jax.tree.leaves(tx.init(zeros)), wanted, strict=True) if want]
+        return wanted(tx.init(jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), x.dtype), params)))
 
-    out = [place for place, want in zip(places, wanted, strict=True) if want]
-    found = iter(jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=out))())
-    return jax.tree.unflatten(treedef, [next(found) if want else False for want in wanted])
+    return jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=wanted(specs)))()
 
 
 def _matching(
@@ -117,18 +115,16 @@ def _matching(
 
     The chain is ``tx`` by itself, or ``tx`` in ``per_worker``.
     """
-    differ = []
+    differences = []
     for chain in (tx, per_worker(tx)):
         once = _local(chain, params, mesh, {})
         wanted = dict(_paths(once))
-        missing = [path for path, leaf in wanted.items() if math.prod(leaf.shape) and path not in given]
-        further = [path for path in given if path not in wanted]
-        if not missing and not further:
+        found = [f"lacks {path!r}" for path, leaf in wanted.items() if math.prod(leaf.shape) and path not in given]
+        found += [f"has {path!r}, which that of the chain has not" for path in given if path not in wanted]
+        if not found:
             return chain, once
-        differ.append((missing, further))
-    missing, further = differ[0]
-    what = f"lacks {missing[0]!r}" if missing else f"has {further[0]!r}, which that of the chain has not"
-    raise ValueError(f"the state does not belong to this chain: it {what}; {FIX}")
+        differences += found
+    raise ValueError(f"the state does not belong to this chain: it {differences[0]}; {FIX}")
 
 
 def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, sizes: Mapping[str, int]) -> Any:
@@ -146,12 +142,8 @@ def _local(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, s
 
 def _paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves, and for each the names of the attributes, keys or places that lead to it."""
-
-    def name(key):
-        return str(next(getattr(key, kind) for kind in ("name", "idx", "key") if hasattr(key, kind)))
-
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [("/".join(map(name, path)), leaf) for path, leaf in leaves]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def _on_host(given: Mapping[str, Any], path: str, local: Local) -> Any:

@@ -8,28 +8,21 @@ from jax.extend import core
 
 from .._comm.traffic import COLLECTIVES
 
-# Primitives that may keep a shape but still mix elements.
+# Primitives that may keep a shape but still mix elements; and how the names of further ones begin.
 MIXING = {
     *COLLECTIVES,
     "cholesky",
-    "cumlogsumexp",
-    "cummax",
-    "cummin",
-    "cumprod",
-    "cumsum",
     "dot_general",
     "dynamic_update_slice",
     "fft",
     "gather",
     "pure_callback",
     "rev",
-    "scatter",
-    "scatter-add",
-    "scatter_add",
     "sort",
     "transpose",
     "triangular_solve",
 }
+MIXING_FAMILIES = ("cum", "scatter")
 # Primitives that change a shape but do not mix elements.
 RESHAPING = {"reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
 
@@ -94,4 +87,4 @@ def _mixes(eqn: core.JaxprEqn, name: str, given: Sequence[bool]) -> bool:
     if name in RESHAPING:
         sizes = {tuple(length for length in shape if length != 1) for shape in before | after}
         return len(sizes) > 1
-    return name in MIXING or len(before | after) > 1
+    return name in MIXING or name.startswith(MIXING_FAMILIES) or len(before | after) > 1

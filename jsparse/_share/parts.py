@@ -4,6 +4,7 @@ Each worker computes one part, and one message gathers the results.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -57,12 +58,11 @@ def in_parts(fn: Callable[..., Any], comm: CommLike, *arrays: Any) -> Any:
         )
     rows = lengths[0][0]
     if not rows:
-        return _zeros(jax.eval_shape(fn, *arrays))
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(fn, *arrays))
     width = -(-rows // comm.size)
     begin = jnp.minimum(comm.rank() * width, rows - width)
     part = fn(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), begin, width), arrays))
-    leaves, treedef = jax.tree.flatten(part)
-    for leaf in leaves:
+    for leaf in jax.tree.leaves(part):
         if leaf.shape[:1] != (width,):
             raise ValueError(f"of {width} rows fn made an array of shape {leaf.shape}; it must return a row for each")
     own, rest = rows // width, rows % width
@@ -71,7 +71,7 @@ def in_parts(fn: Callable[..., Any], comm: CommLike, *arrays: Any) -> Any:
         whole = parts[:own].reshape(own * width, *parts.shape[2:])
         return jnp.concatenate([whole, parts[own, width - rest :]]) if rest else whole
 
-    return jax.tree.unflatten(treedef, [join(parts) for parts in all_gather(comm, leaves)])
+    return jax.tree.map(join, all_gather(comm, part))
 
 
 def map_in_parts(
@@ -112,27 +112,24 @@ def map_in_parts(
     """
     comm, tasks = as_comm(comm), list(tasks)
     results = [jax.eval_shape(lambda task=task: fn(task)) for task in tasks]
-    shapes = [jax.tree.leaves(result) for result in results]
-    unit = unit_of([shape for of_task in shapes for shape in of_task])
-    words = [sum(_words(shape, unit) for shape in of_task) for of_task in shapes]
+    unit = unit_of(results)
+    words = [sum(_words(shape, unit) for shape in jax.tree.leaves(result)) for result in results]
     if not sum(words):
-        return [_zeros(result) for result in results]
+        return jax.tree.map(jnp.zeros_like, results)
     shares = share_out([(weigh or _elements)(task) for task in tasks], comm.size)
     longest = max(sum(words[i] for i in share) for share in shares)
 
     def compute(share):
-        message = join_bits([leaf for i in share for leaf in jax.tree.leaves(fn(tasks[i]))], unit)
+        message = join_bits([fn(tasks[i]) for i in share], unit)
         return jnp.pad(message, (0, longest - message.shape[0]))
 
     # The branch differs between workers, which is possible because the branches do not
     # communicate.
     gathered = comm.all_gather(comm.switch(comm.rank(), [lambda share=share: compute(share) for share in shares]))
-    out: list[Any] = [None] * len(tasks)
+    out = {}
     for message, share in zip(gathered, shares, strict=True):
-        for i in share:
-            leaves = split_bits(message[: words[i]], shapes[i], unit)
-            out[i], message = jax.tree.unflatten(jax.tree.structure(results[i]), leaves), message[words[i] :]
-    return out
+        out.update(zip(share, split_bits(message, [results[i] for i in share], unit), strict=True))
+    return [out[i] for i in range(len(tasks))]
 
 
 def share_out(weights: Sequence[float], size: int) -> list[list[int]]:
@@ -159,21 +156,23 @@ def share_out(weights: Sequence[float], size: int) -> list[list[int]]:
     return shares
 
 
-def all_gather(comm: Comm, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def all_gather(comm: Comm, tree: Any) -> Any:
     """Every worker's arrays, each stacked by rank, in one message: shapes ``(P, *shape)``."""
-    unit = unit_of(leaves)
-    message = join_bits(leaves, unit)
-    return split_bits(comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit), leaves, unit)
+    unit = unit_of(tree)
+    message = join_bits(tree, unit)
+    everyone = comm.all_gather(message) if message.size else jnp.zeros((comm.size, 0), unit)
+    return split_bits(everyone, tree, unit)
 
 
-def unit_of(leaves: Sequence[Any]) -> jnp.dtype:
-    """The unsigned integer type in which to join these arrays.
+def unit_of(tree: Any) -> jnp.dtype:
+    """The unsigned integer type in which to join a tree's arrays.
 
     It is as wide as the narrowest array's type, at most 32 bits.
 
     Raises:
       ValueError: an array is complex, or its type has no whole bytes.
     """
+    leaves = jax.tree.leaves(tree)
     for leaf in leaves:
         real = jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
         bits = jax.dtypes.itemsize_bits(leaf.dtype) if real else 0
@@ -185,36 +184,33 @@ def unit_of(leaves: Sequence[Any]) -> jnp.dtype:
     return jnp.dtype(f"uint{8 * min([4, *(leaf.dtype.itemsize for leaf in leaves)])}")
 
 
-def join_bits(leaves: Sequence[jax.Array], unit: jnp.dtype) -> jax.Array:
+def join_bits(tree: Any, unit: jnp.dtype) -> jax.Array:
     """Joins the bits of arrays in one vector, in which no backend widens narrow floats.
 
     Args:
-      leaves: the arrays.
+      tree: the arrays.
       unit: the vector's type, from :func:`unit_of`.
     """
-    if not leaves:
-        return jnp.zeros(0, unit)
-    bits = [leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf for leaf in leaves]
-    return jnp.concatenate([lax.bitcast_convert_type(leaf, unit).reshape(-1) for leaf in bits])
+    leaves = [leaf.reshape(-1).view(unit) for leaf in jax.tree.leaves(tree)]
+    return jnp.concatenate(leaves) if leaves else jnp.zeros(0, unit)
 
 
-def split_bits(message: jax.Array, shapes: Sequence[Any], unit: jnp.dtype) -> list[jax.Array]:
+def split_bits(message: jax.Array, like: Any, unit: jnp.dtype) -> Any:
     """Splits what :func:`join_bits` made into arrays again.
 
     Args:
       message: one such vector, or several along leading axes, which the results have, too.
-      shapes: the arrays' shapes and types.
+      like: the arrays' tree, or their shapes and types.
       unit: as in :func:`join_bits`.
     """
-    leaves, begin, several = [], 0, message.shape[:-1]
-    for shape in shapes:
-        end = begin + _words(shape, unit)
-        narrow = jnp.dtype(jnp.uint8 if shape.dtype == bool else shape.dtype)
-        split = (narrow.itemsize // unit.itemsize,) if narrow.itemsize > unit.itemsize else ()
-        bits = message[..., begin:end].reshape(*several, *shape.shape, *split)
-        leaves.append(lax.bitcast_convert_type(bits, narrow).astype(shape.dtype))
-        begin = end
-    return leaves
+    shapes, treedef = jax.tree.flatten(like)
+    ends = itertools.accumulate(_words(shape, unit) for shape in shapes)
+    *parts, _ = jnp.split(message, list(ends), axis=-1)
+
+    def read(bits, shape):
+        return bits.view(shape.dtype).reshape(*message.shape[:-1], *shape.shape)
+
+    return jax.tree.unflatten(treedef, map(read, parts, shapes))
 
 
 def check_replicated(comm: Comm, tree: Any, what: str) -> None:
@@ -245,8 +241,3 @@ def _words(shape: Any, unit: jnp.dtype) -> int:
 def _elements(task: Any) -> int:
     """The number of elements in a task's arrays."""
     return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(task))
-
-
-def _zeros(shapes: Any) -> Any:
-    """Arrays of zeros, for results that have no elements."""
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

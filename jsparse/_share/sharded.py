@@ -1,6 +1,5 @@
 """An optimizer of which each worker computes a part, and keeps that part's state."""
 
-import math
 from typing import Any
 
 import jax
@@ -72,13 +71,12 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
         _check_state(by_parts.init, own if params is None else own_params, state)
         _check_elementwise(tx, own, own_params, extra_args)
         own, after = by_parts.update(own, PerWorkerState(state.inner), own_params, **extra_args)
-        leaves, treedef = jax.tree.flatten(own)
-        shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
-        whole = [
-            parts.reshape(-1)[: math.prod(shape)].reshape(shape)
-            for parts, shape in zip(all_gather(comm, leaves), shapes, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, whole), ShardedState(comm.varying(after.inner), state.axis)
+
+        def join(parts, update):
+            return parts.reshape(-1)[: update.size].reshape(update.shape)
+
+        whole = jax.tree.map(join, all_gather(comm, own), updates)
+        return whole, ShardedState(comm.varying(after.inner), state.axis)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -1,6 +1,6 @@
 """LARS and LAMB, layer-wise learning rates whose norms the workers share out."""
 
-import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -199,12 +199,11 @@ def sums_of_squares(comm: Comm, pairs: Sequence[tuple[jax.Array, jax.Array]]) ->
     # Every reduction has a fixed cost. It is taken to be that of a quarter of the mean leaf's
     # elements.
     start = sum(whole) / (4 * max(len(whole), 1))
-    sums = map_in_parts(squares, comm, pieces, weigh=lambda piece: piece.end - piece.begin + start)
-    of_leaf: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in whole]
-    for piece, found in zip(pieces, sums, strict=True):
-        of_leaf[piece.leaf].append(found)
-    none = (jnp.zeros(()), jnp.zeros(()))
-    return [functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), found) if found else none for found in of_leaf]
+    found = map_in_parts(squares, comm, pieces, weigh=lambda piece: piece.end - piece.begin + start)
+    sums: list[Any] = [(0.0, 0.0)] * len(whole)
+    for piece, addends in zip(pieces, found, strict=True):
+        sums[piece.leaf] = jax.tree.map(operator.add, sums[piece.leaf], addends)
+    return sums
 
 
 def cut(sizes: Sequence[int], workers: int) -> list[Piece]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernels_pallas import varying_axes
 
 from .._comm.comm import AxisComm, Comm
-from .._engine.state import SparseAllReduceState, WorkerState
+from .._engine.state import WorkerState, states_in
 from .per_worker import PerWorkerState, ShardedState
 
 AxisName = str | tuple[str, ...]
@@ -82,7 +82,7 @@ def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
     """Returns the axis; refuses one that the mesh does not have."""
     if not isinstance(axis, str | tuple):
         raise ValueError(
-            f"axis is {axis!r}; with a mesh, name its axis, or a tuple of its axes; a Comm needs mesh=None"
+            f"the axis is {axis!r}; with a mesh, name its axis, or a tuple of its axes; a Comm needs mesh=None"
         )
     missing = [name for name in ((axis,) if isinstance(axis, str) else axis) if name not in mesh.axis_names]
     if missing:
@@ -96,7 +96,7 @@ def check_order(state: Any, per_worker: bool = False) -> None:
     Everything inside ``per_worker`` is placed correctly.
     """
     per_worker |= isinstance(state, PerWorkerState)
-    if not holds(state, SparseAllReduceState):
+    if not states_in(state):
         return
     if isinstance(state, optax.MultiStepsState):
         raise ValueError(
@@ -112,16 +112,15 @@ def check_order(state: Any, per_worker: bool = False) -> None:
         )
     children = _children(state)
     if type(state) is tuple and not per_worker:
-        ours = max(i for i, child in enumerate(children) if holds(child, SparseAllReduceState))
+        ours = max(i for i, child in enumerate(children) if states_in(child))
         for i, child in enumerate(children[:ours]):
-            if not holds(child, SparseAllReduceState) and _remembers(child):
+            if not states_in(child) and _remembers(child):
                 raise ValueError(
                     f"member {i} of the chain, with state {type(child).__name__}, stands before the all-reduce and "
                     "remembers gradients, which differ between workers there: wrap it in jsparse.per_worker(...)"
                 )
     for child in children:
-        if child is not state:
-            check_order(child, per_worker)
+        check_order(child, per_worker)
 
 
 def _remembers(state: Any) -> bool:
@@ -137,10 +136,6 @@ def _remembers(state: Any) -> bool:
     if children and children[0] is state:
         return jnp.issubdtype(state.dtype, jnp.inexact) or state.dtype == bool
     return any(_remembers(child) for child in children)
-
-
-def holds(state: Any, kind: type) -> bool:
-    return any(isinstance(node, kind) for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind)))
 
 
 def _children(state: Any) -> list[Any]:

@@ -68,45 +68,39 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
     if isinstance(params, TrainState):
         params = params.params
         if mesh is None and not isinstance(as_comm(comm), AxisComm):
-            return averaging(None, as_comm(comm), False)(params)
+            return averaging(None, as_comm(comm))(params)
     if mesh is None:
         return mean(as_comm(comm), params)
-    if not isinstance(comm, str | tuple):
-        raise ValueError(f"comm is {comm!r}; with a mesh, name its axis, or a tuple of them")
-    check_axis(mesh, comm)
-    workers = number_of_workers(mesh, comm)
+    workers = number_of_workers(mesh, check_axis(mesh, comm))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jnp.shape(leaf)[:1] != (workers,):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; parameters of {workers} workers have "
                 f'a leading axis of {workers}, as train_step(..., params="per_worker") keeps them'
             )
-    return averaging(mesh, comm, False)(params)
+    return averaging(mesh, comm)(params)
 
 
 @functools.cache
-def averaging(mesh: Mesh | None, axis: AxisName | Comm, stacked: bool) -> Callable[[Any], Any]:
-    """A jitted function that averages what workers have.
-
-    It returns the mean once; or, if ``stacked``, once for each worker, and donates its argument.
-    """
+def averaging(mesh: Mesh | None, axis: AxisName | Comm) -> Callable[[Any], Any]:
+    """A jitted function that averages what workers have, and returns the mean once."""
     workers = workers_of(mesh, axis)
-    return workers.on_each(functools.partial(mean, workers.comm), stacked=stacked)
+    return workers.on_each(functools.partial(mean, workers.comm), stacked=False)
 
 
 def mean(comm: Comm, tree: Any) -> Any:
     """The mean over workers of all floats, in one message; for other types, the largest."""
     size = comm.size
-    leaves, treedef = jax.tree.flatten(tree)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    layout = Layout.of([leaves[i] for i in floats])
-    means = layout.unravel(comm.psum(layout.ravel([leaves[i] for i in floats])) / size) if floats else []
-    for i, leaf in enumerate(leaves):
-        if i in floats:
-            leaves[i] = means.pop(0)
-        elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    layout = Layout.of(floats)
+    means = iter(layout.unravel(comm.psum(layout.ravel(floats)) / size) if floats else [])
+
+    def shared(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return next(means)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = comm.pmax(jax.random.key_data(leaf))
-            leaves[i] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        else:
-            leaves[i] = comm.pmax(leaf)
-    return jax.tree.unflatten(treedef, leaves)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return comm.pmax(leaf)
+
+    return jax.tree.map(shared, tree)

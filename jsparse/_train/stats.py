@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
 from .._comm.processes import is_global
-from .._engine.state import SparseAllReduceState
+from .._engine.state import SparseAllReduceState, states_in
 
 
 def residual(opt_state: Any) -> jax.Array:
@@ -102,27 +102,17 @@ def _gathering(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[SparseAllRe
     comm = AxisComm(axis)
 
     def local(state):
-        figures, treedef = jax.tree.flatten(_read(state))
-        parts = [lax.bitcast_convert_type(x, jnp.uint8) for x in figures]
-        sizes = [part.size for part in parts]
-        every = comm.all_gather(jnp.concatenate([part.reshape(size) for part, size in zip(parts, sizes, strict=True)]))
-        columns = jnp.split(every, np.cumsum(sizes)[:-1], axis=1)
-        return jax.tree.unflatten(
-            treedef,
-            [
-                lax.bitcast_convert_type(column.reshape(comm.size, *part.shape[1:]), x.dtype)
-                for column, part, x in zip(columns, parts, figures, strict=True)
-            ],
-        )
+        figures = _read(state)
+        own, unravel = ravel_pytree(jax.tree.map(lambda x: lax.bitcast_convert_type(x[0], jnp.uint8), figures))
+        every = jax.vmap(unravel)(comm.all_gather(own))
+        return jax.tree.map(lambda x, told: lax.bitcast_convert_type(told, x.dtype), figures, every)
 
-    whole = PartitionSpec()
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axis), out_specs=whole))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(axis), out_specs=PartitionSpec()))
 
 
 def find(opt_state: Any) -> SparseAllReduceState:
     """The one state of a jsparse transformation in a chain's state."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda state: isinstance(state, SparseAllReduceState))
-    found = [leaf for leaf in leaves if isinstance(leaf, SparseAllReduceState)]
+    found = states_in(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"the optimizer state holds {len(found)} states of a jsparse transformation; this function reads exactly "

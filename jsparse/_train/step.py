@@ -1,6 +1,7 @@
 """A whole data-parallel training step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from .._comm.comm import Comm
 from .gradients import Gradients, Loss
 from .per_worker import per_worker
 from .placement import AxisName
-from .state import TrainState, averaging, mean
-from .workers import Workers, workers_of
+from .state import TrainState, mean
+from .workers import Workers, with_axis, without_axis, workers_of
 
 
 class TrainStep:
@@ -25,9 +26,10 @@ class TrainStep:
     be used again.
     """
 
-    def __init__(self, body: "Body", place: Callable[..., TrainState], average: Callable[[Any], Any] | None):
-        self._body, self._place, self._average = body, place, average
+    def __init__(self, body: "Body"):
+        self._body = body
         self._run = jax.jit(body.run, donate_argnums=0)
+        self._average = body.workers.on_each(functools.partial(mean, body.workers.comm), stacked=True)
 
     def init(self, params: Any, model_state: Any = None) -> TrainState:
         """Makes the state before the first step, each worker's part on its own devices.
@@ -44,7 +46,7 @@ class TrainStep:
           ValueError: several processes begin with different parameters or model states; or as
             :func:`jsparse.init`.
         """
-        return self._place(params, model_state)
+        return self._body.begin(params, model_state)
 
     def sync_params(self, state: TrainState) -> TrainState:
         """Averages parameters that are kept per worker, so that training goes on from equal ones.
@@ -63,7 +65,7 @@ class TrainStep:
 
         **Cost**: that of :func:`jsparse.sync_params`.
         """
-        if self._average is None:
+        if not self._body.differ:
             raise ValueError(
                 'parameters are alike on all workers: sync_params is for train_step(..., params="per_worker")'
             )
@@ -188,12 +190,9 @@ def train_step(
     if model_state not in (None, "mean", "per_worker"):
         raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
     differ = params == "per_worker"
-    tx = per_worker(tx) if differ else tx
-    loss = Loss(loss_fn, has_aux, model_state is not None, with_key)
-    gradients = Gradients(loss, workers.comm, micro_batches)
-    body = Body(workers, gradients, optax.with_extra_args_support(tx).update, differ, model_state)
-    average = averaging(mesh, axis, True) if differ else None
-    return TrainStep(body, lambda params, kept: _first_state(body, tx, params, kept), average)
+    tx = per_worker(tx) if differ else optax.with_extra_args_support(tx)
+    gradients = Gradients(Loss(loss_fn, has_aux, model_state is not None, with_key), workers.comm, micro_batches)
+    return TrainStep(Body(workers, gradients, tx, differ, model_state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,74 +202,57 @@ class Body:
     Attributes:
       workers: the workers that run it.
       gradients: computes a worker's gradient.
-      update: the chain's update.
+      tx: the chain.
       differ: whether each worker has parameters of its own.
       model_state: what happens to the model state.
     """
 
     workers: Workers
     gradients: Gradients
-    update: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs
     differ: bool
     model_state: Literal["mean", "per_worker"] | None
 
-    @property
-    def stacked(self) -> TrainState:
-        """Which parts of the state have a leading axis for the workers.
-
-        The optimizer's state is None: it tells this itself.
-        """
-        return TrainState(self.differ, None, self.model_state == "per_worker")
+    def begin(self, params: Any, kept: Any) -> TrainState:
+        """The state before the first step."""
+        if (kept is None) != (self.model_state is None):
+            raise ValueError(
+                f"train_step was given model_state={self.model_state!r}, and init {'no' if kept is None else 'a'} "
+                "model state: pass it to both (train_step takes model_state='mean' or 'per_worker'), or to neither"
+            )
+        params, kept = self.workers.everywhere(jax.tree.map(_strong_copy, (params, kept)))
+        opt_state = self.workers.begin(self.tx, params, per_worker=self.differ)
+        params, kept = self.change_own(self.workers.for_each, params, kept)
+        return TrainState(params, opt_state, kept)
 
     def run(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
         """One step on all workers."""
-        state, (value, aux) = self.workers.run(self.local_step, self.stacked, state, batch, key)
+        stacked = TrainState(self.differ, None, self.model_state == "per_worker")
+        state, (value, aux) = self.workers.run(self.local_step, stacked, state, batch, key)
         return state, (value, aux) if self.gradients.loss.has_aux else value
 
     def local_step(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
         """One step on one worker: its gradient, the synchronisation in the chain, the update."""
-        params, kept = self.own(state)
+        params, kept = self.change_own(without_axis, state.params, state.model_state)
         kept, report, grads = self.gradients(params, kept, batch, key)
         report, kept = self.share(report, kept)
-        updates, opt_state = self.update(grads, state.opt_state, params, value=report[0])
-        params = optax.apply_updates(params, updates)
-        return TrainState(self.stack(params) if self.differ else params, opt_state, kept), report
+        updates, opt_state = self.tx.update(grads, state.opt_state, params, value=report[0])
+        stack = functools.partial(with_axis, self.workers.comm)
+        params, kept = self.change_own(stack, optax.apply_updates(params, updates), kept)
+        return TrainState(params, opt_state, kept), report
 
-    def own(self, state: TrainState) -> tuple[Any, Any]:
-        """This worker's parameters and model state, without the leading axis."""
-        parts = (state.params, self.differ), (state.model_state, self.stacked.model_state)
-        params, kept = (jax.tree.map(lambda x: x[0], tree) if alone else tree for tree, alone in parts)
+    def change_own(self, change: Callable[[Any], Any], params: Any, kept: Any) -> tuple[Any, Any]:
+        """Changes those of the parameters and the model state that each worker has for itself."""
+        parts = (params, self.differ), (kept, self.model_state == "per_worker")
+        params, kept = (change(tree) if own else tree for tree, own in parts)
         return params, kept
 
     def share(self, report: Any, kept: Any) -> tuple[Any, Any]:
-        """Averages the report over the workers, and the model state if it is to be averaged.
-
-        Otherwise it returns this worker's model state with its leading axis.
-        """
+        """Averages the report over the workers, and the model state if it is to be averaged."""
         report = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), report)
         if self.model_state == "mean":
             return mean(self.workers.comm, (report, kept))
-        return mean(self.workers.comm, report), self.stack(kept)
-
-    def stack(self, tree: Any) -> Any:
-        """One worker's part of a tree, with the leading axis."""
-        return jax.tree.map(lambda x: self.workers.comm.varying(x)[None], tree)
-
-
-def _first_state(body: Body, tx: optax.GradientTransformation, params: Any, kept: Any) -> TrainState:
-    if (kept is None) != (body.model_state is None):
-        raise ValueError(
-            f"train_step was given model_state={body.model_state!r}, and init {'no' if kept is None else 'a'} model "
-            "state: pass it to both (train_step takes model_state='mean' or 'per_worker'), or to neither"
-        )
-    workers = body.workers
-    params, kept = workers.everywhere(jax.tree.map(_strong_copy, (params, kept)))
-    opt_state = workers.begin(tx, params, per_worker=body.differ)
-    if body.differ:
-        params = workers.for_each(params)
-    if body.stacked.model_state:
-        kept = workers.for_each(kept)
-    return TrainState(params, opt_state, kept)
+        return mean(self.workers.comm, report), kept
 
 
 def _strong_copy(x: Any) -> jax.Array:

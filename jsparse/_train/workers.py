@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +12,39 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm, Comm, as_comm
 from .._comm.processes import check_equal_values, from_shares, is_share, local_workers, numbers, put_everywhere
-from .._engine.state import SparseAllReduceState
-from .placement import AxisName, check_axis, check_order, check_update, holds, state_specs
+from .._engine.state import states_in
+from .placement import AxisName, check_axis, check_order, check_update, state_specs
 
 
-class Workers(Protocol):
+class Workers:
     """The workers of a program, as a training step uses them.
+
+    Here each process is one worker with its own arrays, and all run the same program. A subclass
+    has them elsewhere.
 
     Attributes:
       comm: how they communicate.
     """
 
-    @property
-    def comm(self) -> Comm: ...
+    def __init__(self, comm: Comm):
+        self.comm = comm
 
     def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
         """The state of a chain before the first step, placed on its devices.
 
         It refuses a chain that would let replicas drift apart.
         """
-        ...
+        # Jitted, so that no two leaves are the same array: the state can be donated.
+        state = jax.jit(tx.init)(params)
+        check_order(state)
+        if not per_worker and not states_in(state):
+            raise ValueError(
+                "nothing in the chain communicates, so parameters would drift apart: put an all-reduce into it, such "
+                "as jsparse.dense(comm), or give each worker parameters of its own: "
+                'train_step(..., params="per_worker")'
+            )
+        check_equal_values(numbers(params), lambda digest: self.comm.all_gather(jnp.asarray(digest)))
+        return state
 
     def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
         """Runs ``local(state, batch, key) -> (state, report)`` on every worker.
@@ -42,23 +55,23 @@ class Workers(Protocol):
             for the optimizer's state, which tells this itself.
           state, batch, key: global arrays, or this process's.
         """
-        ...
+        return local(state, batch, key)
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
         """Among how many workers a leaf of a batch is divided, and whose they are, in words."""
-        ...
+        return 1, "this process's "
 
     def whole(self, batch: Any) -> Any:
         """The batch of all processes, made from this process's share."""
-        ...
+        return batch
 
     def everywhere(self, tree: Any) -> Any:
         """The tree with the same values on all workers."""
-        ...
+        return tree
 
     def for_each(self, tree: Any) -> Any:
         """A copy of the tree for each worker, along a leading axis."""
-        ...
+        return _copies(self.comm.rank()[None], tree)
 
     def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
         """A jitted function that runs ``local`` on each worker's part of a tree.
@@ -69,7 +82,7 @@ class Workers(Protocol):
           local: a function whose result is alike on all workers.
           stacked: whether the result gets the leading axis again. If so, the argument is donated.
         """
-        ...
+        return jax.jit(_on_one(self.comm, local, stacked), donate_argnums=0 if stacked else ())
 
 
 def workers_of(mesh: Mesh | None, axis: AxisName | Comm, *, check_vma: bool = True) -> Workers:
@@ -83,7 +96,7 @@ def workers_of(mesh: Mesh | None, axis: AxisName | Comm, *, check_vma: bool = Tr
     comm = as_comm(axis)
     if isinstance(comm, AxisComm):
         raise ValueError(f"axis is {comm.axis!r}, and mesh is None: pass a mesh, or a Comm such as jsparse.MpiComm()")
-    return Process(comm)
+    return Workers(comm)
 
 
 def init(
@@ -120,15 +133,16 @@ def init(
     return workers_of(mesh, axis).begin(tx, params, per_worker=per_worker)
 
 
-class OnMesh:
+class OnMesh(Workers):
     """Workers along axes of a mesh, in one program.
 
     Each of several processes has some of its devices.
     """
 
     def __init__(self, mesh: Mesh, axis: AxisName, check_vma: bool):
+        super().__init__(AxisComm(axis))
         self._mesh, self._axis, self._check_vma = mesh, axis, check_vma
-        self.comm, self._workers = AxisComm(axis), number_of_workers(mesh, axis)
+        self._workers = number_of_workers(mesh, axis)
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
 
     def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
@@ -182,44 +196,6 @@ class OnMesh:
         return jax.jit(each, donate_argnums=0 if stacked else ())
 
 
-class Process:
-    """This process as one worker with its own arrays. The other workers run the same program."""
-
-    def __init__(self, comm: Comm):
-        self.comm = comm
-
-    def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
-        # Jitted, so that no two leaves are the same array: the state can be donated.
-        state = jax.jit(tx.init)(params)
-        check_order(state)
-        if not per_worker and not holds(state, SparseAllReduceState):
-            raise ValueError(
-                "nothing in the chain communicates, so parameters would drift apart: put an all-reduce into it, such "
-                "as jsparse.dense(comm), or give each worker parameters of its own: "
-                'train_step(..., params="per_worker")'
-            )
-        check_equal_values(numbers(params), lambda digest: self.comm.all_gather(jnp.asarray(digest)))
-        return state
-
-    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
-        return local(state, batch, key)
-
-    def sharers(self, leaf: Any) -> tuple[int, str]:
-        return 1, "this process's "
-
-    def whole(self, batch: Any) -> Any:
-        return batch
-
-    def everywhere(self, tree: Any) -> Any:
-        return tree
-
-    def for_each(self, tree: Any) -> Any:
-        return _copies(self.comm.rank()[None], tree)
-
-    def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
-        return jax.jit(_on_one(self.comm, local, stacked), donate_argnums=0 if stacked else ())
-
-
 def number_of_workers(mesh: Mesh, axis: AxisName) -> int:
     """The number of workers along the axes of a mesh."""
     return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
@@ -229,10 +205,20 @@ def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[
     """A function of one worker's part. Its result has the leading axis if ``stacked``."""
 
     def one(tree):
-        out = local(jax.tree.map(lambda x: x[0], tree))
-        return jax.tree.map(lambda x: comm.varying(x)[None], out) if stacked else out
+        out = local(without_axis(tree))
+        return with_axis(comm, out) if stacked else out
 
     return one
+
+
+def without_axis(tree: Any) -> Any:
+    """One worker's part of a tree, without the leading axis for the workers."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def with_axis(comm: Comm, tree: Any) -> Any:
+    """One worker's part of a tree, with the leading axis for the workers."""
+    return jax.tree.map(lambda x: comm.varying(x)[None], tree)
 
 
 def _copies(ranks: jax.Array, tree: Any) -> Any:
@@ -243,9 +229,8 @@ def _copies(ranks: jax.Array, tree: Any) -> Any:
 
     def copies(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.vmap(
-                lambda rank: jax.vmap(lambda key: jax.random.fold_in(key, rank))(x.reshape(-1)).reshape(x.shape)
-            )(ranks)
+            fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (None, 0))
+            return fold_in(x.reshape(-1), ranks).reshape(len(ranks), *x.shape)
         return jnp.broadcast_to(x, (len(ranks), *x.shape))
 
     return jax.tree.map(copies, tree)

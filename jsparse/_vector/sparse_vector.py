@@ -91,36 +91,37 @@ class SparseVector:
         """
         return jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1), b.reshape(-1)]), self, other)
 
-    def merge(self, union: jax.Array | None = None) -> "SparseVector":
-        """The same vector as one run.
+    def merge(
+        self, *others: "SparseVector", union: jax.Array | None = None, capacity: int | None = None
+    ) -> "SparseVector":
+        """The sum of this vector and ``others``, as one run.
 
         Values with equal indices are added in the order of their runs.
 
         It needs ``n / 32`` words of scratch space and no sort: each element looks up its place in
-        the union of the runs' indices. A caller that already has this bitmap passes it as
-        ``union``.
-        """
-        if self.values.ndim == 1:
-            return self
-        indices, ranks = self.places(self.union() if union is None else union)
-        places = SparseVector(self.values, ranks, indices.shape[0])
-        return SparseVector(places.to_dense(), indices, self.n)
-
-    def places(self, union: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The indices of a union of runs, ascending, and the place of each element among them.
+        the union of the runs' indices.
 
         Args:
-          union: the bitmap that :meth:`union` makes.
+          others: further vectors of the same length.
+          union: the bitmap of all indices, for a caller that already has it.
+          capacity: length of the new buffers, static. They must hold all indices. By default they
+            are as long as all buffers together, and at most ``n``.
 
         Returns:
-          ``(indices, ranks)``. ``indices`` is int32 of shape ``(min(runs * capacity, n),)``,
-          padded with ``n``. ``ranks`` is int32 of the shape of ``self.indices``. The rank of an
-          unused place is past the end.
+          A vector with buffers of shape ``(capacity,)``.
         """
-        capacity = min(self.values.size, self.n)
-        indices, _ = bitmap.members(union, capacity, self.n)
-        ranks = jnp.where(self.indices < self.n, bitmap.rank(union, self.indices), capacity)
-        return indices, ranks
+        vectors = (self, *others)
+        if self.values.ndim == 1 and not others:
+            return self
+        if union is None:
+            for x in vectors:
+                union = x.union(union)
+        capacity = min(sum(x.values.size for x in vectors) if capacity is None else capacity, self.n)
+        total = jnp.zeros(capacity, self.values.dtype)
+        for x in vectors:
+            places = jnp.where(x.indices < x.n, bitmap.rank(union, x.indices), capacity)
+            total = SparseVector(x.values, places, capacity).add_into(total)
+        return SparseVector(total, bitmap.members(union, capacity, self.n)[0], self.n)
 
     def concatenate(self, capacity: int) -> "SparseVector":
         """The same vector as one run, if each run's indices are above those of the run before."""

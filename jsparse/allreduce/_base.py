@@ -32,14 +32,14 @@ class AllReduce:
       sparse: whether it sums sparse vectors. If so, it needs a selector.
       unbiased: whether it rounds at random, so that its result is right in expectation.
       staleness: by how many steps its sums are late.
+      takes_held: whether its call takes ``held``, this worker's whole vector, shape ``(n,)``, from
+        which ``x`` was selected.
     """
 
     sparse: ClassVar[bool] = True
+    unbiased = False
     staleness = 0
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    takes_held = False
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
         """Makes the state for vectors of length ``n`` among ``size`` workers.

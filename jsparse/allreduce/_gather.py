@@ -21,7 +21,9 @@ from ..wire import Compact, Messages
 
 # The lengths that a message may have, in units of an equal share. The shortest that fits is sent.
 PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
-BALANCING_LENGTHS = (0.25, 0.5, 1.0)
+BALANCING_LENGTHS = (0.0625, 0.125, 0.25, 0.5, 1.0)
+# The longest part, in shares, that may take fewer words as it is than balanced.
+WORTH = 2.0
 SHORTEST = 32
 
 
@@ -94,7 +96,7 @@ def gather_parts(
     parts: jax.Array,
     share: int,
     *,
-    balance_above: float,
+    balance_above: float | None,
     step: jax.Array,
     wire: Messages,
 ) -> tuple[SparseVector, SparseVector | None]:
@@ -109,7 +111,8 @@ def gather_parts(
         rank.
       parts: int32, shape ``(P,)``, alike on all workers: about how many elements each worker has.
       share: the length of an equal share. Balanced parts have this length.
-      balance_above: the largest part, in shares, that is gathered without balancing.
+      balance_above: the largest part, in shares, that is gathered without balancing. With None
+        the parts are balanced where that sends fewer words.
       step: int32 scalar, alike on all workers.
       wire: the layout of the messages.
 
@@ -117,7 +120,8 @@ def gather_parts(
       ``(total, rounding)``: the elements of all workers as one run, alike on all workers; and what
       this worker added to some of them by rounding, or None where the wire is lossless.
     """
-    lengths = _part_lengths(balance_above, share, mine.capacity)
+    lengths = _part_lengths(WORTH if balance_above is None else balance_above, share, mine.capacity)
+    amounts = _lengths(BALANCING_LENGTHS, share, share)
     capacity, widest = min(comm.size * lengths[-1], mine.n), max(*lengths, share)
     count = mine.count
     mine, rounded = round_once(wire, mine)
@@ -132,13 +136,23 @@ def gather_parts(
         return everyone.concatenate(capacity), change
 
     def balanced() -> tuple[SparseVector, SparseVector | None]:
-        everyone, change = gather(_balance(comm, mine, comm.all_gather(count), share, step, forward(wire)))
+        everyone, change = gather(_balance(comm, mine, comm.all_gather(count), share, amounts, step, forward(wire)))
         return everyone.join(capacity), change
 
     branches: list[Callable[[], Any]] = [functools.partial(direct, length) for length in lengths]
-    if lengths[-1] < mine.capacity:
+    index = fitting(jnp.max(parts), lengths)
+    if lengths[-1] < mine.capacity and balance_above != math.inf:
         branches.append(balanced)
-    index = jnp.minimum(fitting(jnp.max(parts), lengths), len(branches) - 1)
+        if balance_above is None:
+
+            def words(wire: Messages, length: int) -> int:
+                return wire.words(length, mine.n, mine.values.dtype)
+
+            directly = jnp.array([*(words(wire, length) for length in lengths), 2**31 - 1])[index]
+            moved = jnp.max(moves(_reduce_to(parts, share * comm.size), share)[1])
+            to_move = jnp.array([words(forward(wire), amount) for amount in amounts])[fitting(moved, amounts)]
+            index = jnp.where(words(wire, share) + to_move + 1 < directly, len(lengths), index)
+    index = jnp.minimum(index, len(branches) - 1)
     total, change = comm.switch(index, branches, replicated=True)
     return total, change if rounded is None else rounded
 
@@ -175,15 +189,22 @@ def difference(a: SparseVector, b: SparseVector) -> SparseVector:
 
 
 def _balance(
-    comm: Comm, mine: SparseVector, counts: jax.Array, share: int, step: jax.Array, wire: Messages
+    comm: Comm,
+    mine: SparseVector,
+    counts: jax.Array,
+    share: int,
+    lengths: Sequence[int],
+    step: jax.Array,
+    wire: Messages,
 ) -> SparseVector:
-    """Moves elements to workers with fewer, so that each has at most ``share``."""
+    """Moves elements to workers with fewer, so that each has at most ``share``.
+
+    A message has one of ``lengths``.
+    """
     rank = comm.rank()
     kept = _reduce_to(counts, share * comm.size)
     turn = bitmap.turn(step, kept[rank])
     mine = mine.window(jnp.int32(0), counts[rank], mine.capacity, turn, limit=kept[rank])
-
-    lengths = _lengths(BALANCING_LENGTHS, share, share)
 
     def exchange(length: int) -> SparseVector:
         return exchange_surplus(comm, mine, kept, share, length, wire).resize(share)
@@ -210,8 +231,9 @@ def exchange_surplus(
 def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Plans which elements each worker sends to each other, so that none has above ``share``.
 
-    Put all surpluses end to end, and all deficits end to end. Where the surplus of one worker
-    overlaps the deficit of another, the first sends to the second as many elements.
+    Each surplus is spread over all deficits in proportion, so that no message is long. What
+    rounding leaves over is put end to end, as are the deficits that it leaves: where the rest of
+    one worker overlaps the deficit of another, the first sends to the second as many elements.
 
     Returns:
       ``(first, amount)``, shape ``(P, P)``: worker ``i`` sends ``amount[i, j]`` elements to worker
@@ -219,26 +241,33 @@ def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Arr
     """
     surplus = jnp.maximum(counts - share, 0)
     deficit = jnp.maximum(share - counts, 0)
-    surplus_from = jnp.cumsum(surplus, dtype=jnp.int32) - surplus
-    deficit_from = jnp.cumsum(deficit, dtype=jnp.int32) - deficit
-    begin = jnp.maximum(surplus_from[:, None], deficit_from[None])
-    end = jnp.minimum((surplus_from + surplus)[:, None], (deficit_from + deficit)[None])
-    return share + begin - surplus_from[:, None], jnp.maximum(end - begin, 0)
+    amount = jax.vmap(lambda d: _scaled(surplus, d, jnp.sum(deficit)), out_axes=1)(deficit)
+    ends = [jnp.cumsum(left, dtype=jnp.int32) for left in (surplus - amount.sum(1), deficit - amount.sum(0))]
+    begins = [jnp.append(0, end[:-1]) for end in ends]
+    overlap = jnp.minimum(ends[0][:, None], ends[1][None]) - jnp.maximum(begins[0][:, None], begins[1][None])
+    amount += jnp.maximum(overlap, 0)
+    return share + jnp.cumsum(amount, axis=1, dtype=jnp.int32) - amount, amount
 
 
 def _reduce_to(counts: jax.Array, room: int) -> jax.Array:
-    """Reduces the counts in proportion where their sum exceeds ``room``, in 32-bit integers."""
+    """Reduces the counts in proportion where their sum exceeds ``room``."""
     total = jnp.sum(counts, dtype=jnp.int32)
-    shift = jnp.maximum(16 - lax.clz(total), 0)
-    share = ((room >> shift) << 14) // jnp.maximum(-(-total >> shift), 1)
+    return jnp.where(total > room, _scaled(counts, room, total), counts)
+
+
+def _scaled(counts: jax.Array, part: int | jax.Array, whole: jax.Array) -> jax.Array:
+    """``counts * part / whole``, or a little less, in 32-bit integers."""
+    shift = jnp.maximum(16 - lax.clz(whole), 0)
+    share = ((part >> shift) << 14) // jnp.maximum(-(-whole >> shift), 1)
     high, low = counts >> 14, counts & (2**14 - 1)
-    return jnp.where(total > room, high * share + (low * share >> 14), counts)
+    return high * share + (low * share >> 14)
 
 
 def _part_lengths(balance_above: float, share: int, most: int) -> list[int]:
-    return _lengths([f for f in PART_LENGTHS if f < balance_above] + [balance_above], share, most)
+    shares = [f for f in PART_LENGTHS if f < balance_above]
+    return _lengths([*shares, balance_above], share, most)
 
 
 def _lengths(shares: Sequence[float], share: int, most: int) -> list[int]:
     """The static lengths of a message, ascending: multiples of ``share``, at most ``most``."""
-    return sorted({min(math.ceil(f * share), most) for f in shares})
+    return sorted({math.ceil(min(f * share, most)) for f in shares})

@@ -74,6 +74,5 @@ def type_as_alike(comm: Comm, x: Message, wire: Messages) -> Message:
     if isinstance(x, SparseVector):
         exact = wire if wire.lossless else Full().at(wire.step)
         return exact.decode(type_as_alike(comm, exact.encode(x), exact), x.capacity, x.n, x.values.dtype)
-    part = -(-x.shape[0] // comm.size)
-    parts = jnp.pad(x, (0, part * comm.size - x.shape[0])).reshape(comm.size, part)
+    parts = jnp.pad(x, (0, -x.shape[0] % comm.size)).reshape(comm.size, -1)
     return comm.all_gather(parts[comm.rank()]).reshape(-1)[: x.shape[0]]

@@ -20,8 +20,8 @@ UNCERTAIN = 10
 
 
 def global_threshold(
-    comm: Comm, values: jax.Array, k: int, part: jax.Array, due: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    comm: Comm, values: jax.Array, k: int, part: jax.Array, due: jax.Array, beside: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds the magnitude that k elements reach, among the ``values`` of all workers together.
 
     Each worker sends the magnitudes at five ranks, around the number of elements that it had above
@@ -44,14 +44,16 @@ def global_threshold(
       part: int32 scalar, at least 1: about how many elements this worker should expect to have
         above the threshold.
       due: bool scalar, alike on all workers: whether to search exactly.
+      beside: int32, shape ``(words,)``: words that this worker sends in the same exchange.
 
     Returns:
-      ``(threshold, parts)``, alike on all workers. ``parts``, int32 of shape ``(P,)``, is how many
-      elements each worker has above the threshold, or a little more.
+      ``(threshold, parts, beside)``, alike on all workers. ``parts``, int32 of shape ``(P,)``, is
+      how many elements each worker has above the threshold, or a little more. ``beside`` is what
+      all workers sent, shape ``(P, words)``.
     """
     told = estimate_kth_magnitude(values, _ranks(part), sample=SAMPLE).astype(jnp.float32)
-    everyone = comm.all_gather(jnp.append(lax.bitcast_convert_type(told, jnp.int32), part))
-    magnitudes, ranks = everyone[:, :-1], _ranks(everyone[:, -1])
+    everyone = comm.all_gather(jnp.concatenate([lax.bitcast_convert_type(told, jnp.int32), part[None], beside]))
+    magnitudes, ranks, beside = everyone[:, :5], _ranks(everyone[:, 5]), everyone[:, 6:]
 
     # Counts are in units of 2**shift, so that their sum over the workers does not overflow.
     shift = max(0, (2 * k).bit_length() - 22, (2 * k * comm.size).bit_length() - 30)
@@ -80,7 +82,20 @@ def global_threshold(
         return found, comm.all_gather(count_above(values, found))
 
     exactly = due | ~(known | everything)
-    return comm.switch(exactly.astype(jnp.int32), [estimate, search], replicated=True)
+    return *comm.switch(exactly.astype(jnp.int32), [estimate, search], replicated=True), beside
+
+
+def reused_threshold(
+    comm: Comm, values: jax.Array, k: int, last: jax.Array, due: jax.Array, beside: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The threshold of the last step as it is, or an exact one if that is due.
+
+    Arguments and results are those of :func:`global_threshold`, with ``last`` in place of
+    ``part``. Here ``parts`` is exact.
+    """
+    threshold = comm.switch(due.astype(jnp.int32), [lambda: last, lambda: _search(comm, values, k)])
+    everyone = comm.all_gather(jnp.append(beside, count_above(values, threshold)))
+    return threshold, everyone[:, -1], everyone[:, :-1]
 
 
 def _ranks(part: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """DSAR_Split_AllGather: a sparse reduce-scatter into dense regions, then a dense gather."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,7 @@ from ..quantize import Exact, Quantizer
 from ..wire import Messages
 from ._base import AllReduce
 from ._gather import gather_dense
-from ._regions import (
-    in_place,
-    merge_region,
-    regions,
-    split_and_reduce,
-    with_length,
-)
+from ._regions import in_place, merge_region, regions, split_and_reduce, with_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +63,16 @@ class DsarSplitAllGather(AllReduce):
             x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), wire)
             # The ranks of the owners of the same region differ by multiples of ``members``. Each
             # of them reduces a piece of the region.
-            pieces = _exchange(comm, list(region.reshape(groups, -1)), members)
-            reduced = pieces[0]
-            for other in pieces[1:]:
-                reduced = reduced + other
+            pieces = _exchange(comm, region.reshape(groups, -1), members)
+            reduced = functools.reduce(jnp.add, pieces)
         everyone, read = gather_dense(comm, reduced, self.quantize, step)
-        if members > 1:
-            everyone = everyone.reshape(groups, members, -1).swapaxes(0, 1)
+        total = everyone.reshape(groups, members, -1).swapaxes(0, 1).reshape(-1)[: x.n]
         if self.quantize.lossless:
-            return everyone.reshape(-1)[: x.n], x, state
-        place = comm.rank() if members == 1 else comm.rank() % members * groups + comm.rank() // members
+            return total, x, state
+        place = comm.rank() % members * groups + comm.rank() // members
         indices = place * reduced.size + lax.iota(jnp.int32, reduced.size)
         rounding = SparseVector(read - reduced, jnp.minimum(indices, x.n), x.n)
-        return everyone.reshape(-1)[: x.n], x.followed_by(rounding), state
+        return total, x.followed_by(rounding), state
 
     def _groups(self, size: int) -> int:
         if size % self.group:
@@ -105,7 +97,7 @@ def _reduce_in_group(
     def exchange(length: int) -> tuple[SparseVector, SparseVector]:
         rows = x.window(first, counts, length)
         messages = wire.encode(rows)
-        arrived = wire.decode(jnp.stack(_exchange(comm, list(messages), 1)), length, x.n, x.values.dtype)
+        arrived = wire.decode(_exchange(comm, messages, 1), length, x.n, x.values.dtype)
         mine = merge_region(arrived, comm.rank() % members, block).resize(capacity)
         return x if wire.lossless else in_place(x, first, wire.as_read(rows, messages)), mine
 
@@ -113,23 +105,22 @@ def _reduce_in_group(
     return read, mine.to_dense()
 
 
-def _exchange(comm: Comm, rows: list[jax.Array], stride: int) -> list[jax.Array]:
+def _exchange(comm: Comm, rows: jax.Array, stride: int) -> jax.Array:
     """An all-to-all among as many workers as there are rows, as rotated exchanges.
 
     The ranks of these workers are ``stride`` apart. Row ``i`` goes to the ``i``-th of them, and
     row ``j`` of the result comes from the ``j``-th.
     """
-    size, count = comm.size, len(rows)
-    table = jnp.stack(rows)
+    size, count = comm.size, rows.shape[0]
     place = comm.rank() // stride % count
 
     def target(rank: int, shift: int) -> int:
         own = rank // stride % count
         return rank + ((own + shift) % count - own) * stride
 
-    arrived = [table[place]]
+    arrived = [rows[place]]
     for shift in range(1, count):
         pairs = [(rank, target(rank, shift)) for rank in range(size)]
-        arrived.append(comm.ppermute(table[(place + shift) % count], pairs))
+        arrived.append(comm.ppermute(rows[(place + shift) % count], pairs))
     by_sender = (place - jnp.arange(count)) % count
-    return list(jnp.stack(arrived)[by_sender])
+    return jnp.stack(arrived)[by_sender]

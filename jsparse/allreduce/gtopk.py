@@ -91,8 +91,13 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVecto
     rounding as elements of its own.
     """
     into, rounds, out = butterfly(comm.size)
-    total, guest = x, None
-    mine, survived = [x], [x.indices < x.n]
+    total = x
+    # Elements that this worker answers for, and which of them are in the total.
+    parts = [(x, x.indices < x.n)]
+
+    def add_rounding(read: SparseVector, first: jax.Array) -> None:
+        change = difference(read, total).where(first)
+        parts.append((change, change.indices < x.n))
 
     def exchange(pairs: Pairs, holders: int) -> SparseVector:
         """Sends the total, and continues with it as others read it.
@@ -102,46 +107,38 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVecto
         nonlocal total
         read, arrived = deliver(comm, total, pairs, wire)
         if not wire.lossless:
-            first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
-            mine.append(difference(read, total).where(first))
-            survived.append(mine[-1].indices < x.n)
+            add_rounding(read, among(comm, (sender for sender, _ in pairs if sender % holders == 0)))
             total = either(among(comm, (sender for sender, _ in pairs)), read, total)
         return arrived
 
     def meet(other: SparseVector) -> None:
-        nonlocal total, survived
+        nonlocal total, parts
         total = _largest(total.beside(other).merge(), x.capacity)
         union = total.union()
-        survived = [alive & bitmap.contains(union, part.indices) for alive, part in zip(survived, mine, strict=True)]
+        parts = [(part, alive & bitmap.contains(union, part.indices)) for part, alive in parts]
 
     if into:
         guest = exchange(into, 1)
-        mine.insert(1, guest)
-        survived.insert(1, guest.indices < x.n)
+        parts.insert(0, (guest, guest.indices < x.n))
         meet(guest)
     for t, pairs in enumerate(rounds):
         meet(exchange(pairs, 1 << t))
-    if guest is not None:
+    if out:
         # The guest gets the result, and one bit for each of its elements: whether it was
         # delivered.
-        mine.pop(1)
-        fate = lax.bitcast_convert_type(bitmap.pack(survived.pop(1)), jnp.int32)
+        _, delivered = parts.pop(0)
         message = wire.encode(total)
         if not wire.lossless:
             read = wire.as_read(total, message)
-            mine.append(difference(read, total).where(among(comm, [0])))
-            survived.append(mine[-1].indices < x.n)
+            add_rounding(read, among(comm, [0]))
             total = read
-        arrived = comm.ppermute(jnp.concatenate([message, fate]), out)
+        arrived = comm.ppermute(jnp.concatenate([message, bitmap.pack(delivered).view(jnp.int32)]), out)
         is_guest = receives(comm, out)
         result, fate = jnp.split(arrived, [message.size])
         total = either(is_guest, wire.decode(result, x.capacity, x.n, x.values.dtype), total)
-        bits = lax.bitcast_convert_type(fate, jnp.uint32)
-        kept = bitmap.contains(bits, lax.iota(jnp.int32, x.capacity))
-        survived = [jnp.where(is_guest, kept, alive) for alive in survived]
-    return type_as_alike(comm, total, wire), _joined(
-        [part.where(alive) for part, alive in zip(mine, survived, strict=True)]
-    )
+        kept = bitmap.contains(fate.view(jnp.uint32), lax.iota(jnp.int32, x.capacity))
+        parts = [(part, jnp.where(is_guest, kept, alive)) for part, alive in parts]
+    return type_as_alike(comm, total, wire), _joined([part.where(alive) for part, alive in parts])
 
 
 def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
@@ -170,7 +167,7 @@ def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, Sp
 
 
 def _joined(parts: list[SparseVector]) -> SparseVector:
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *buffers: jnp.concatenate(buffers), *parts)
+    return jax.tree.map(lambda *buffers: jnp.concatenate(buffers), *parts)
 
 
 def _largest(x: SparseVector, k: int) -> SparseVector:

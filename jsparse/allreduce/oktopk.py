@@ -42,7 +42,7 @@ from .._vector.sparse_vector import SparseVector
 from ..wire import Messages
 from ._base import AllReduce, ReduceReport
 from ._gather import gather_parts
-from ._threshold import global_threshold
+from ._threshold import global_threshold, reused_threshold
 
 
 class OkTopkState(NamedTuple):
@@ -76,23 +76,34 @@ class OkTopk(AllReduce):
 
     Each worker owns a region of the indices. It sums what all workers send of its region, and
     keeps the elements that reach a global threshold. All workers then gather what the regions
-    kept. A worker sends at most k/P elements to a region in a step. The rest waits in the
-    residual, and no element waits for ever.
+    kept.
 
     Attributes:
       tau_threshold: τ', the number of steps between exact evaluations of the global threshold. In
         between the threshold is interpolated from the magnitudes at a few ranks on each worker,
         which are sent together with the counts.
-      tau_region: τ, the number of steps between repartitions of the regions.
+      tau_region: τ, the number of steps between repartitions of the regions. None leaves the
+        regions equal. The regions of a step are cut by what the workers selected in the step
+        before. The cuts ride on messages that are sent anyway: ``2(P-1)`` words in each step.
       split: how regions are sent: ``"all_to_all"``, or ``"rotate"``, which makes P-1 shifted
         exchanges. That is the paper's destination rotation. XLA can overlap these exchanges with
         the union of their indices. Both give the same bits.
-      balance_above: the largest part, in k/P, for which the parts are gathered as they are. If a
-        part is longer, the parts are balanced first. At 2.0 they are balanced when that sends no
-        more words. 4.0 is the paper's rule, with which the bound below does not hold.
+      put_back: who keeps a sum that does not reach the global threshold. ``"senders"`` is the
+        paper's rule: each worker that sent a part of it puts this part back into its residual.
+        With ``"owner"`` the worker that owns the region takes over the whole sum into its own
+        residual. With ``"server"``, in addition, what an owner holds at the indices that arrive
+        joins their sums. All send the same bytes and lose nothing.
+      room: the longest message of a region, in k/P, from 1 to 2. What does not fit waits in the
+        residual, in turns. None stands for ``1.25 + log2(P) / 8``, at most 2, since more regions
+        are less alike.
+      correct: whether the threshold is corrected in each step. False reuses it as it is for
+        ``tau_threshold`` steps, which is the paper's plain rule.
+      balance_above: the largest part, in k/P, that is gathered as it is. If a part is longer, the
+        parts are balanced first. None chooses in each step what sends fewer words. 4.0 is the
+        paper's rule, with which the bound below does not hold. ``math.inf`` never balances.
 
-    **Cost**: at most ``6k (P-1)/P + 16P + 512`` words for float32 values at full width, in every
-    step; ``P - 1 + 2 log P`` messages, to balance ``P - 1 + log P`` more, for new regions
+    **Cost**: at most ``8k (P-1)/P + 16P + 512`` words for float32 values at full width, in every
+    step; ``P - 1 + 2 log P`` messages, to balance ``P - 1 + log P`` more, in the first step
     ``2 log P`` more, for an exact threshold ``63 log P`` more.
 
     References:
@@ -101,59 +112,98 @@ class OkTopk(AllReduce):
     """
 
     tau_threshold: int = 32
-    tau_region: int = 64
+    tau_region: int | None = 1
     split: Literal["all_to_all", "rotate"] = "all_to_all"
-    balance_above: float = 2.0
+    put_back: Literal["senders", "owner", "server"] = "senders"
+    room: float | None = None
+    correct: bool = True
+    balance_above: float | None = None
 
     def __post_init__(self):
         check_steps("tau_threshold", self.tau_threshold)
-        check_steps("tau_region", self.tau_region)
+        if self.tau_region is not None:
+            check_steps("tau_region", self.tau_region)
         if self.split not in ("all_to_all", "rotate"):
             raise ValueError(f'split is {self.split!r}; choose "all_to_all" or "rotate"')
-        if not 1 <= self.balance_above < math.inf:
-            raise ValueError(f"balance_above is {self.balance_above}; choose a finite multiple of k/P, at least 1")
+        if self.put_back not in ("senders", "owner", "server"):
+            raise ValueError(f'put_back is {self.put_back!r}; choose "senders", "owner" or "server"')
+        if self.room is not None and not 1 <= self.room <= 2:
+            raise ValueError(f"room is {self.room}; choose a multiple of k/P, from 1 to 2, or None")
+        if self.balance_above is not None and not self.balance_above >= 1:
+            raise ValueError(f"balance_above is {self.balance_above}; choose a multiple of k/P, at least 1, or None")
+
+    @property
+    def takes_held(self) -> bool:
+        return self.put_back == "server"
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> OkTopkState:
         none = jnp.zeros(1, jnp.int32)
         return OkTopkState(_even_regions(n, size), jnp.zeros(1, dtype), none, none)
 
     def __call__(
-        self, comm: Comm, x: SparseVector, state: OkTopkState, *, step: jax.Array, wire: Messages
+        self,
+        comm: Comm,
+        x: SparseVector,
+        state: OkTopkState,
+        *,
+        step: jax.Array,
+        wire: Messages,
+        held: jax.Array | None = None,
     ) -> tuple[SparseVector, SparseVector, OkTopkState]:
-        k = x.capacity
-        share = -(-k // comm.size)
-        starts = state.starts
-        if k < x.n:
-            # Lines 5-7.
-            due = step % self.tau_region == 0
-            starts = comm.switch(
-                due.astype(jnp.int32), [lambda: state.starts, lambda: _space_repartition(comm, x, state.starts)]
-            )
+        k, size = x.capacity, comm.size
+        share = -(-k // size)
+        # Lines 5-7. No columns if the regions stay as they are.
+        starts, cuts = state.starts, jnp.zeros((size, 0), jnp.int32)
+        if k < x.n and self.tau_region is not None:
+            cuts = _cut(x, starts)[:, None]
+            first = [lambda: state.starts, lambda: comm.psum(cuts[:, 0] // size)]
+            starts = comm.switch((step == 0).astype(jnp.int32), first)
         # Line 8.
-        sent, reduced = _split_and_reduce(comm, x, starts, share, rotate=self.split == "rotate", step=step, wire=wire)
+        room = min(k, math.ceil((self.room or min(2, 1.25 + math.log2(size) / 8)) * share))
+        own_room = room if self.put_back == "senders" else k
+        sent, own, reduced, cut = _split_and_reduce(
+            comm, x, starts, cuts, (room, own_room), rotate=self.split == "rotate", step=step, wire=wire
+        )
+        delivered = sent.followed_by(own)
+        overflowed = x.count - delivered.count
+        if held is not None:
+            # What this worker itself selected is in the sum already.
+            joins = ~bitmap.contains(own.union(), reduced.indices)
+            values = jnp.where(joins, held.at[reduced.indices].get(mode="fill", fill_value=0), 0)
+            reduced = SparseVector(reduced.values + values, reduced.indices, x.n)
+            delivered = delivered.followed_by(SparseVector(values, reduced.indices, x.n))
         # Lines 9-12.
+        candidates = _name_cancelled(reduced, share, step) if self.put_back == "senders" else reduced.values
         if k < x.n:
-            expected = jnp.maximum(state.part[0], share // 4)
             due = step % self.tau_threshold == 0
-            threshold, parts = global_threshold(comm, reduced.values, k, expected, due)
+            if self.correct:
+                expected = jnp.maximum(state.part[0], share // 4)
+                threshold, parts, cut = global_threshold(comm, candidates, k, expected, due, cut)
+            else:
+                threshold, parts, cut = reused_threshold(comm, candidates, k, state.threshold[0], due, cut)
         else:
             threshold, parts = jnp.zeros((), x.values.dtype), comm.all_gather(reduced.count)
         # Line 13.
-        values, places, part = select_above(reduced.values, threshold, reduced.capacity)
-        indices = reduced.indices.at[places].get(mode="fill", fill_value=x.n)
+        _, places, part = select_above(candidates, threshold, reduced.capacity)
+        chosen = SparseVector(
+            reduced.values.at[places].get(mode="fill", fill_value=0),
+            reduced.indices.at[places].get(mode="fill", fill_value=x.n),
+            x.n,
+        )
         total, rounding = gather_parts(
-            comm,
-            SparseVector(values, indices, x.n),
-            parts,
-            share,
-            balance_above=self.balance_above,
-            step=step,
-            wire=wire,
+            comm, chosen, parts, share, balance_above=self.balance_above, step=step, wire=wire
         )
         # Line 14.
-        overflowed = x.count - jnp.sum(sent.count, dtype=jnp.int32)
-        delivered = sent if rounding is None else sent.followed_by(rounding)
-        delivered = delivered.where(bitmap.contains(total.union(), delivered.indices))
+        reached = total.union()
+        if self.put_back == "senders":
+            delivered = delivered.where(bitmap.contains(reached, delivered.indices))
+        else:
+            over = reduced.where(~bitmap.contains(reached, reduced.indices))
+            delivered = delivered.followed_by(SparseVector(-over.values, over.indices, x.n))
+        if rounding is not None:
+            delivered = delivered.followed_by(rounding.where(bitmap.contains(reached, rounding.indices)))
+        if cut.shape[-1]:
+            starts = jnp.where((step + 1) % self.tau_region == 0, cut[:, 0], starts)
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
     def report(self, state: OkTopkState) -> ReduceReport:
@@ -164,43 +214,90 @@ def _even_regions(n: int, size: int) -> jax.Array:
     return jnp.array([n * rank // size for rank in range(size)], jnp.int32)
 
 
-def _space_repartition(comm: Comm, x: SparseVector, starts: jax.Array) -> jax.Array:
-    """Cuts each worker's selected indices into P equal parts, and averages the cuts (line 6)."""
-    count, parts = x.count, lax.iota(jnp.int32, comm.size)
-    # This is parts * count // P, without overflow of the product.
-    ends = parts * (count // comm.size) + parts * (count % comm.size) // comm.size
-    cuts = x.indices[ends].at[0].set(0)
-    cuts = jnp.where(count >= comm.size, cuts, starts)
-    # A sum of quotients. The quotient of a sum would overflow from P * n = 2**31 on.
-    return comm.psum(cuts // comm.size)
+def _cut(x: SparseVector, starts: jax.Array) -> jax.Array:
+    """Where regions begin that hold equal parts of this worker's elements: int32, shape ``(P,)``.
+
+    A worker that has too few elements is content with ``starts``.
+    """
+    size, count = starts.shape[0], x.count
+    rank = lax.iota(jnp.int32, size)
+    # This is rank * count // P, without overflow of the product.
+    ends = rank * (count // size) + rank * (count % size) // size
+    return jnp.where(count >= size, x.indices[ends].at[0].set(0), starts)
 
 
 def _split_and_reduce(
-    comm: Comm, x: SparseVector, starts: jax.Array, share: int, *, rotate: bool, step: jax.Array, wire: Messages
-) -> tuple[SparseVector, SparseVector]:
+    comm: Comm,
+    x: SparseVector,
+    starts: jax.Array,
+    cuts: jax.Array,
+    rooms: tuple[int, int],
+    *,
+    rotate: bool,
+    step: jax.Array,
+    wire: Messages,
+) -> tuple[SparseVector, SparseVector, SparseVector, jax.Array]:
     """Sends each region's elements to its owner, and sums what arrives (line 8).
 
+    Args:
+      comm: the workers.
+      x: this worker's elements, one run.
+      starts: int32, shape ``(P,)``: where the regions begin.
+      cuts: int32, shape ``(P, 0)`` or ``(P, 1)``: what goes to each owner beside its elements.
+      rooms: the most elements that go to another worker, and that this worker keeps of its own
+        region. Those are not sent.
+      rotate: whether to make P-1 shifted exchanges.
+      step: int32 scalar, alike on all workers.
+      wire: the layout of the messages.
+
     Returns:
-      This worker's elements as others read them, a run for each region; and the sum over its own
-      region, one run.
+      This worker's elements as others read them, a run for each region; those of its own region,
+      one run; the sum over its own region, one run; and the mean of the cuts that it received.
     """
+    rank, size, (room, own_room) = comm.rank(), comm.size, rooms
     edges = jnp.searchsorted(x.indices, jnp.append(starts, x.n)).astype(jnp.int32)
-    sent = x.window(edges[:-1], edges[1:] - edges[:-1], share, bitmap.turn(step, share))
+    begins, lengths = edges[:-1], edges[1:] - edges[:-1]
+    own = x.window(begins[rank], lengths[rank], own_room, bitmap.turn(step, own_room))
+    sent = x.window(begins, lengths.at[rank].set(0), room, bitmap.turn(step, room))
     messages = wire.encode(sent)
     sent = wire.as_read(sent, messages)
+    words = messages.shape[1]
+    messages = jnp.concatenate([messages, cuts], axis=1)
+    union = own.union()
     if not rotate:
-        return sent, wire.decode(comm.all_to_all(messages), share, x.n, x.values.dtype).merge()
+        messages = comm.all_to_all(messages)
+        runs = wire.decode(messages[:, :words], room, x.n, x.values.dtype)
+        union = runs.union(union)
+    else:
+        # In the s-th exchange worker i sends to i + s (the paper's destination rotation). The
+        # union takes up what has arrived while the next exchange is under way.
+        arrived = []
+        for shift in range(size):
+            message = messages[(rank + shift) % size]
+            if shift:
+                message = comm.ppermute(message, [(source, (source + shift) % size) for source in range(size)])
+            run = wire.decode(message[:words], room, x.n, x.values.dtype)
+            union = run.union(union)
+            arrived.append((run, message))
+        by_rank = (rank - lax.iota(jnp.int32, size)) % size
+        runs, messages = jax.tree.map(lambda *each: jnp.stack(each)[by_rank], *arrived)
+    # This worker's own row is empty.
+    reduced = runs.merge(own, union=union, capacity=(size - 1) * room + own_room)
+    cuts = messages[:, words:]
+    # A sum of quotients and remainders. The sum itself would overflow from P * n = 2**31 on.
+    mean = jnp.sum(cuts // size, axis=0) + jnp.sum(cuts % size, axis=0) // size
+    return sent, own, reduced, mean
 
-    # In the s-th exchange worker i sends to i + s (the paper's destination rotation). The union
-    # takes up what has arrived while the next exchange is under way.
-    rank, size = comm.rank(), comm.size
-    arrived, union = [], None
-    for shift in range(size):
-        message = messages[(rank + shift) % size]
-        if shift:
-            message = comm.ppermute(message, [(source, (source + shift) % size) for source in range(size)])
-        run = wire.decode(message, share, x.n, x.values.dtype)
-        union = run.union(union)
-        arrived.append(run)
-    by_rank = (rank - lax.iota(jnp.int32, size)) % size
-    return sent, jax.tree.map(lambda *runs: jnp.stack(runs)[by_rank], *arrived).merge(union)
+
+def _name_cancelled(reduced: SparseVector, share: int, step: jax.Array) -> jax.Array:
+    """The values by which sums are selected: those of sums that are exactly 0 are raised, in turns.
+
+    Elements that cancel arrived, so they are delivered. Their senders learn this when the index is
+    among the gathered ones. Otherwise they would select them for ever. A step names at most a
+    sixteenth of a share.
+    """
+    most = max(1, share // 16)
+    cancelled = (reduced.values == 0) & (reduced.indices < reduced.n)
+    _, named, _ = select_above(cancelled.astype(reduced.values.dtype), 1, most, start=bitmap.turn(step, most))
+    largest = jnp.max(jnp.abs(reduced.values))
+    return reduced.values.at[named].set(jnp.where(largest > 0, largest, 1), mode="drop")

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import varying_as
 
@@ -64,15 +63,14 @@ class Quantized(AllReduce):
         self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[jax.Array, jax.Array, tuple[()]]:
         key = quantizer_key(self.quantize, step, comm.rank())
-        n, dtype = x.shape[0], x.dtype
         if self.split:
             ring = self.split == "ring"
             everyone, delivered = self._ring(comm, x, key) if ring else self._owners(comm, x, key, step)
-            return everyone.reshape(-1)[:n], delivered.reshape(-1)[:n], state
+            return everyone.reshape(-1)[: x.size], delivered.reshape(-1)[: x.size], state
         message = self.quantize.encode(x, key)
         rows = comm.all_gather(message)
-        total = _sum(rows, lambda i: self.quantize.decode(rows[i], n, dtype), n, dtype)
-        return total, self.quantize.decode(message, n, dtype), state
+        total = _sum(rows, lambda i: self._read(rows[i], x), x)
+        return total, self._read(message, x), state
 
     def _owners(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sums each part on one worker.
@@ -80,7 +78,7 @@ class Quantized(AllReduce):
         Returns:
           The parts of the sum, and those of what is delivered of ``x``, one in each row.
         """
-        size, rank, dtype = comm.size, comm.rank(), x.dtype
+        size, rank = comm.size, comm.rank()
         block = _block(x.shape[0], size)
         parts = jnp.pad(x, (0, block * size - x.shape[0])).reshape(size, block)
         messages = jax.vmap(self.quantize.encode)(parts, jax.random.split(key, size))
@@ -88,7 +86,7 @@ class Quantized(AllReduce):
         own = _part(x, rank, size)
 
         # A worker's own part is not sent, so it is not rounded.
-        mine = _sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), block, dtype)
+        mine = _sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), own)
         # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
         everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
         read = jax.vmap(self._read)(messages, parts)
@@ -131,7 +129,10 @@ def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
     return jnp.where(i < whole, lax.dynamic_slice(x, (i * block,), (block,)), last) if whole else last
 
 
-def _sum(rows: jax.Array, read: Callable[[jax.Array], jax.Array], m: int, dtype: DTypeLike) -> jax.Array:
-    """The sum over all rows of ``read(row number)``, in order, one vector at a time."""
-    start = varying_as(jnp.zeros(m, dtype), rows)
+def _sum(rows: jax.Array, read: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:
+    """The sum over all rows of ``read(row number)``, in order, one vector at a time.
+
+    The result has the shape and type of ``like``.
+    """
+    start = varying_as(jnp.zeros(like.shape, like.dtype), rows)
     return lax.fori_loop(0, rows.shape[0], lambda i, total: total + read(i), start)

@@ -61,21 +61,15 @@ class SsarRecursiveDoubling(AllReduce):
         k, total = x.capacity, self._settle(x, wire)
         rounded: list[SparseVector | jax.Array] = []
 
-        def exchange(pairs: Pairs, holders: int) -> SparseVector | Filling:
-            """Sends the total, and continues with it as others read it.
-
-            ``holders`` workers have the same total.
-            """
-            nonlocal total
-            read, arrived = self._send(comm, total, k, pairs, wire)
+        for t, pairs in enumerate([into, *rounds] if into else rounds):
+            read, other = self._send(comm, total, k, pairs, wire)
             if not wire.lossless:
+                # So many workers have the same total. They continue with it as others read it, and
+                # the first of them counts the rounding.
+                holders = 1 << max(t - bool(into), 0)
                 first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
                 rounded.append(_change(read, total, first))
                 total = either(among(comm, (sender for sender, _ in pairs)), read, total)
-            return arrived
-
-        for t, pairs in enumerate([into, *rounds] if into else rounds):
-            other = exchange(pairs, 1 << max(t - bool(into), 0))
             if isinstance(total, SparseVector) and isinstance(other, SparseVector):
                 total = self._settle(total.beside(other).merge(), wire)
             elif isinstance(total, Filling) and isinstance(other, Filling):

@@ -5,21 +5,11 @@ name. Only the command line imports this package; the library does not.
 """
 
 import argparse
-from typing import Any
 
 
-def add_parser(commands: Any) -> None:
-    """Adds ``jsparse bench``, and imports the benchmarks only when it is called.
-
-    Args:
-      commands: the subparsers of a :class:`.command.LazyParser`.
-    """
-    commands.add_parser("bench", help="measure on this machine", add_arguments=_add_benchmarks)
-
-
-def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
+def add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmarks to the parser of ``jsparse bench``. Only this function imports them."""
     from . import network, pto, select, train
+    from .command import add_commands
 
-    benchmarks = parser.add_subparsers(required=True, metavar="WHAT")
-    for benchmark in (select, pto, network, train):
-        benchmark.add_parser(benchmarks)
+    add_commands(parser, "WHAT", select, pto, network, train)

@@ -1,4 +1,4 @@
-"""Helpers that all ``jsparse`` commands share: options, progress bars, output of figures."""
+"""Helpers that all ``jsparse`` commands share: parsers, options, progress bars, figures."""
 
 import argparse
 import json
@@ -9,26 +9,33 @@ from typing import Any
 
 import rich.console
 import rich.progress
+import rich.table
 
 
-class LazyParser(argparse.ArgumentParser):
-    """A parser that can add its arguments later, when it first parses.
+def add_commands(parser: argparse.ArgumentParser, metavar: str, *modules: Any) -> Any:
+    """Adds commands to a parser.
 
     Args:
-      add_arguments: a function that adds the arguments to the parser it is given. It may import
-        the modules that the command needs.
-      **options: those of ``argparse.ArgumentParser``.
+      parser: the parser.
+      metavar: what help texts call the command.
+      *modules: the commands. A module has the command's name. Its docstring is the description,
+        ``HELP`` the short help; ``add_arguments`` adds the options to a parser, and ``run`` runs
+        the command with what was parsed.
+
+    Returns:
+      The subparsers, as argparse's ``add_subparsers`` does.
     """
-
-    def __init__(self, *, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
-        super().__init__(**options)
-        self._add_arguments = add_arguments
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        add_arguments, self._add_arguments = self._add_arguments, None
-        if add_arguments:
-            add_arguments(self)
-        return super().parse_known_args(args, namespace)
+    commands = parser.add_subparsers(required=True, metavar=metavar)
+    for module in modules:
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return commands
 
 
 def whole_number(text: str) -> int:
@@ -36,6 +43,18 @@ def whole_number(text: str) -> int:
     if float(text) != int(float(text)):
         raise ValueError
     return int(float(text))
+
+
+def check_at_least(args: argparse.Namespace, **least: int) -> None:
+    """Refuses options below their least values. An option that is None was left out.
+
+    Raises:
+      ValueError: an option is too small.
+    """
+    for option, number in least.items():
+        given = getattr(args, option)
+        if given is not None and given < number:
+            raise ValueError(f"--{option} is {given}; it is at least {number}")
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, plot: str, figures: str = "the figures") -> None:
@@ -85,13 +104,22 @@ def progress_bar(*, disable: bool = False) -> rich.progress.Progress:
     return rich.progress.Progress(*columns, console=console, transient=True, disable=disable)
 
 
-def pyplot() -> Any:
-    """Returns ``matplotlib.pyplot``, set to draw to files only."""
+def numbers(*names: str) -> list[rich.table.Column]:
+    """Columns of numbers for a table: on the right."""
+    return [rich.table.Column(name, justify="right") for name in names]
+
+
+def subplots(*shape: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure that is drawn to a file, and its axes.
+
+    Args:
+      *shape: rows and columns of axes; nothing for a single one.
+      size: width and height, in inches.
+      **options: those of matplotlib's ``Figure.subplots``.
+    """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(*shape, **options)

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+Process = subprocess.Popen[str]
 INTERFACE = "eth0"
 JAX_PORT, TORCH_PORT = 12321, 12322
 # glibc takes memory in huge pages and keeps freed memory, because every step takes as much again.
@@ -48,6 +49,17 @@ class Counters(NamedTuple):
 
     sent: int
     received: int
+
+
+def counters(process: int | str = "self") -> Counters:
+    """What the interface of a process's host has counted so far.
+
+    The numbers are those of ``/sys/class/net/*/statistics`` on that host. They can be read from
+    outside it, too.
+    """
+    lines = pathlib.Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return Counters(sent=int(fields[8]), received=int(fields[0]))
 
 
 def bits_per_second(rate: str) -> float:
@@ -97,8 +109,8 @@ class Network:
             raise ValueError(f"the latency is {latency!r}; write it like 500us or 2ms")
         check_able()
         self.hosts, self._rate, self._latency = hosts, rate, latency
-        self._holders: list[subprocess.Popen[str]] = []
-        self._started: list[subprocess.Popen[str]] = []
+        self._holders: list[Process] = []
+        self._started: list[Process] = []
 
     def __enter__(self) -> "Network":
         try:
@@ -118,11 +130,9 @@ class Network:
         for holder in self._holders:
             holder.kill()
         for process in (*self._holders, *self._started):
-            process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+            # Popen's own exit closes the pipes, and waits.
+            with contextlib.suppress(OSError), process:
+                pass
         self._holders, self._started = [], []
 
     def address(self, rank: int) -> str:
@@ -154,7 +164,7 @@ class Network:
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
-    def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    def start(self, rank: int, command: Sequence[str], **options: Any) -> Process:
         """Starts a command on a host, in the current directory; takes ``Popen``'s options."""
         environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
         # To enter the mount namespace is to leave the current directory, so the shell returns to
@@ -176,14 +186,49 @@ class Network:
         self._started.append(process)
         return process
 
-    def counters(self, rank: int) -> Counters:
-        """What a host's interface has counted so far.
+    def run(self, command: Sequence[str], hear: Callable[[int, Process, str], None], **options: Any) -> list[int]:
+        """Runs a command on every host until all have ended; when one fails, kills the others.
 
-        The numbers are those of ``/sys/class/net/*/statistics`` on the host, read from outside it.
+        Args:
+          command: the command.
+          hear: is called with a host's rank, its process, and each line that this writes. If it
+            raises an exception, the process counts as failed, and the exception is raised again.
+          **options: as :meth:`start` takes them.
+
+        Returns:
+          The exit status on each host, as :attr:`subprocess.Popen.returncode` gives it.
         """
-        lines = pathlib.Path(f"/proc/{self._holders[rank].pid}/net/dev").read_text().splitlines()
-        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
-        return Counters(sent=int(fields[8]), received=int(fields[0]))
+        failures: list[Exception] = []
+
+        def listen(rank: int, process: Any) -> None:
+            try:
+                for line in process.stdout:
+                    hear(rank, process, line)
+            except Exception as error:
+                failures.append(error)
+                process.kill()
+
+        processes = [self.start(rank, command, stdout=subprocess.PIPE, **options) for rank in range(self.hosts)]
+        threads = [threading.Thread(target=listen, args=given, daemon=True) for given in enumerate(processes)]
+        for thread in threads:
+            thread.start()
+        while None in [process.poll() for process in processes]:
+            if any(process.returncode for process in processes):
+                time.sleep(1)
+                for process in processes:
+                    _kill(process)
+            time.sleep(0.02)
+        # A process that still runs in the background keeps a pipe open.
+        patience = time.monotonic() + 5
+        for thread in threads:
+            thread.join(max(patience - time.monotonic(), 0))
+        if failures:
+            raise failures[0]
+        return [process.returncode for process in processes]
+
+    def counters(self, rank: int) -> Counters:
+        """What a host's interface has counted so far."""
+        return counters(self._holders[rank].pid)
 
     def set_rate(self, rate: str) -> None:
         """Changes the rate of all links."""
@@ -221,20 +266,20 @@ class Network:
                 _configure(holder, "ip", [f"route change 10.0.0.0/24 {route} congctl cubic"])
         self.set_rate(self._rate)
 
-    def _shape(self, holder: "subprocess.Popen[str]", interface: str, rate: str, latency: str | None = None) -> None:
+    def _shape(self, holder: Process, interface: str, rate: str, latency: str | None = None) -> None:
         burst = max(LEAST_BURST, round(bits_per_second(rate) / 8 / 1000))
+        place = "root handle 1:"
+        if latency is not None:
+            try:
+                delay = f"qdisc replace dev {interface} {place} netem delay {latency} limit 1000000"
+                _configure(holder, "tc", [delay])
+            except ValueError as error:
+                raise ValueError(
+                    f"this kernel cannot delay packets, because it lacks sch_netem; leave the latency out ({error})"
+                ) from None
+            place = "parent 1:1 handle 10:"
         shape = f"tbf rate {rate} burst {burst} latency 200ms"
-        if latency is None:
-            _configure(holder, "tc", [f"qdisc replace dev {interface} root handle 1: {shape}"])
-            return
-        try:
-            delay = f"qdisc replace dev {interface} root handle 1: netem delay {latency} limit 1000000"
-            _configure(holder, "tc", [delay])
-        except ValueError as error:
-            raise ValueError(
-                f"this kernel cannot delay packets, because it lacks sch_netem; leave the latency out ({error})"
-            ) from None
-        _configure(holder, "tc", [f"qdisc replace dev {interface} parent 1:1 handle 10: {shape}"])
+        _configure(holder, "tc", [f"qdisc replace dev {interface} {place} {shape}"])
 
     def _entering(self, rank: int) -> list[str]:
         pid = self._holders[rank].pid
@@ -268,39 +313,14 @@ def run_everywhere(network: Network, command: Sequence[str]) -> list[int]:
     """
     lock = threading.Lock()
 
-    def show(rank: int, pipe: Any) -> None:
-        for line in pipe:
-            with lock:
-                print(f"[{rank}] {line.rstrip()}", flush=True)
+    def show(rank: int, process: Process, line: str) -> None:
+        with lock:
+            print(f"[{rank}] {line.rstrip()}", flush=True)
 
-    processes = [
-        network.start(rank, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for rank in range(network.hosts)
-    ]
-    readers = [
-        threading.Thread(target=show, args=(rank, process.stdout), daemon=True)
-        for rank, process in enumerate(processes)
-    ]
-    for reader in readers:
-        reader.start()
-    wait_for_all(processes)
-    for reader in readers:
-        # A process that still runs in the background keeps the pipe open.
-        reader.join(timeout=1)
-    return [process.returncode for process in processes]
+    return network.run(command, show, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT)
 
 
-def wait_for_all(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    """Waits until all processes have ended; kills the others when one has failed."""
-    while None in [process.poll() for process in processes]:
-        if any(process.returncode for process in processes):
-            time.sleep(1)
-            for process in processes:
-                _kill(process)
-        time.sleep(0.02)
-
-
-def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
+def _hold(name: str, hosts: str) -> Process:
     """Starts the process that holds a host's namespaces.
 
     Args:
@@ -319,7 +339,7 @@ def _hold(name: str, hosts: str) -> "subprocess.Popen[str]":
     )
 
 
-def _configure(holder: "subprocess.Popen[str]", tool: str, lines: Sequence[str]) -> None:
+def _configure(holder: Process, tool: str, lines: Sequence[str]) -> None:
     """Runs lines of ``ip`` or ``tc`` in the network that a process holds."""
     done = subprocess.run(
         ["nsenter", f"--net=/proc/{holder.pid}/ns/net", tool, "-batch", "-"],
@@ -332,7 +352,7 @@ def _configure(holder: "subprocess.Popen[str]", tool: str, lines: Sequence[str])
         raise ValueError(f"{tool} refused: {done.stderr.strip().splitlines()[0]}")
 
 
-def _kill(process: "subprocess.Popen[str]") -> None:
+def _kill(process: Process) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

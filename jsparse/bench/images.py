@@ -53,18 +53,11 @@ def _digits() -> Images:
 
 
 def _mnist(directory: pathlib.Path) -> Images:
-    def images(name: str) -> np.ndarray:
-        return _idx(directory, name)[..., None].astype(np.float32) / 255
+    def part(name: str) -> tuple[np.ndarray, np.ndarray]:
+        x, y = _idx(directory, f"{name}-images-idx3-ubyte"), _idx(directory, f"{name}-labels-idx1-ubyte")
+        return x[..., None].astype(np.float32) / 255, y.astype(np.int32)
 
-    def labels(name: str) -> np.ndarray:
-        return _idx(directory, name).astype(np.int32)
-
-    return Images(
-        images("train-images-idx3-ubyte"),
-        labels("train-labels-idx1-ubyte"),
-        images("t10k-images-idx3-ubyte"),
-        labels("t10k-labels-idx1-ubyte"),
-    )
+    return Images(*part("train"), *part("t10k"))
 
 
 def _idx(directory: pathlib.Path, name: str) -> np.ndarray:

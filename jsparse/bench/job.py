@@ -1,38 +1,94 @@
-"""The job of ``jsparse bench network``, which travels to the workers as JSON."""
+"""The jobs of ``jsparse bench network`` and ``train``, which travel to the workers as JSON."""
 
+import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
+from typing import Any, Self
+
+from .._vector.density import check_density
+from .command import check_at_least
+from .hosts import bits_per_second
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to measure.
+    """What to measure, in several forms at several rates.
 
     Attributes:
-      hosts, size, density: P, n and k / n.
+      hosts, density: P and k / n.
       rates: the links' rates, measured one after the other.
-      repeats: timed steps of each form.
-      forms: names of the forms to measure; None for all of them.
+      forms: names of the forms to measure, dense among them.
     """
 
     hosts: int
-    size: int
     density: float
-    rates: tuple[str, ...]
-    repeats: int
-    forms: tuple[str, ...] | None = None
+    rates: Sequence[str]
+    forms: Sequence[str]
 
-    def wants(self, name: str) -> bool:
-        """Whether the form of this name is to be measured."""
-        return self.forms is None or name in self.forms
+    @classmethod
+    def chosen(cls, args: argparse.Namespace, names: Sequence[str], default: Sequence[str]) -> Self:
+        """The job that options ask for, of the same names as the job's fields.
+
+        Args:
+          args: the options, among them those of :func:`add_job_options`.
+          names: the forms that there are.
+          default: those to measure where ``--form`` is not given.
+
+        Raises:
+          ValueError: one of the options of :func:`add_job_options` is wrong.
+        """
+        check_density(args.density)
+        check_at_least(args, hosts=2)
+        for rate in args.rates:
+            bits_per_second(rate)
+        forms = list(dict.fromkeys(["dense", *(args.forms or default)]))
+        for name in forms:
+            if name not in names:
+                raise ValueError(f"--form is {name!r}; choose from {', '.join(names)}")
+        fields = {field.name for field in dataclasses.fields(cls)}
+        options: dict[str, Any] = {name: option for name, option in vars(args).items() if name in fields}
+        options["forms"] = forms
+        return cls(**options)
 
     def written(self) -> str:
         """The job as JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(vars(self))
 
-    @staticmethod
-    def read(text: str) -> "Job":
+    @classmethod
+    def read(cls, text: str) -> Self:
         """The job that :meth:`written` wrote."""
-        read = json.loads(text)
-        forms = None if read["forms"] is None else tuple(read["forms"])
-        return Job(**read | {"rates": tuple(read["rates"]), "forms": forms})
+        return cls(**json.loads(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkJob(Job):
+    """What ``jsparse bench network`` measures.
+
+    Attributes:
+      size: n.
+      repeats: timed steps of each form.
+    """
+
+    size: int
+    repeats: int
+
+
+def add_job_options(parser: argparse.ArgumentParser, *, form: str) -> None:
+    """Adds ``--hosts``, ``--rate``, ``--density`` and ``--form``.
+
+    Args:
+      parser: the command's parser.
+      form: the help text of ``--form``.
+    """
+    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
+    parser.add_argument(
+        "--rate",
+        dest="rates",
+        nargs="+",
+        default=["1gbit"],
+        metavar="RATE",
+        help="rates of the links, in either direction, such as 100mbit; measured one after the other (default 1gbit)",
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
+    parser.add_argument("--form", dest="forms", action="append", metavar="NAME", help=form)

@@ -1,6 +1,8 @@
 """The papers' nets, in Flax."""
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,46 +13,35 @@ VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 5
 CLASSES = 10
 
 
-class Dense(nnx.Module):
+def flattened(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0], -1)
+
+
+def dense(shape: Sequence[int], width: int, rngs: nnx.Rngs) -> nnx.Module:
     """Dense layers with ReLU between them, over flattened images."""
-
-    def __init__(self, shape: Sequence[int], hidden: Sequence[int], rngs: nnx.Rngs):
-        height, width, channels = shape
-        widths = [height * width * channels, *hidden, CLASSES]
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        *hidden, last = self.layers
-        x = x.reshape(x.shape[0], -1)
-        for layer in hidden:
-            x = nnx.relu(layer(x))
-        return last(x)
+    widths = itertools.pairwise([math.prod(shape), width, width, CLASSES])
+    first, second, last = (nnx.Linear(a, b, rngs=rngs) for a, b in widths)
+    return nnx.Sequential(flattened, first, nnx.relu, second, nnx.relu, last)
 
 
-class Vgg16(nnx.Module):
+def vgg16(shape: Sequence[int], width: int, rngs: nnx.Rngs) -> nnx.Module:
     """VGG-16 for images of 32 x 32, as in the papers but without batch normalisation.
 
-    It has 14,719,818 parameters.
+    It has 14,719,818 parameters, whatever ``width`` is.
     """
-
-    def __init__(self, shape: Sequence[int], rngs: nnx.Rngs):
-        channels = [shape[-1], *(c for c in VGG16 if c)]
-        he = nnx.initializers.he_normal()
-        self.convolutions = nnx.List(
-            [nnx.Conv(a, b, (3, 3), kernel_init=he, rngs=rngs) for a, b in itertools.pairwise(channels)]
-        )
-        self.last = nnx.Linear(channels[-1], CLASSES, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        convolutions = iter(self.convolutions)
-        for channels in VGG16:
-            x = nnx.relu(next(convolutions)(x)) if channels else nnx.max_pool(x, (2, 2), (2, 2))
-        return self.last(x.reshape(x.shape[0], -1))
+    he = nnx.initializers.he_normal()
+    halve = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
+    layers: list[Callable[..., jax.Array]] = []
+    inputs = shape[-1]
+    for channels in VGG16:
+        if not channels:
+            layers.append(halve)
+            continue
+        layers += [nnx.Conv(inputs, channels, (3, 3), kernel_init=he, rngs=rngs), nnx.relu]
+        inputs = channels
+    return nnx.Sequential(*layers, flattened, nnx.Linear(inputs, CLASSES, rngs=rngs))
 
 
 # The functions take the images' shape, the dense net's width, and random number generators. The
 # SparCML thesis's net for MNIST is the dense one of width 4,096: 20,037,642 parameters.
-NETS: dict[str, Callable[[Sequence[int], int, nnx.Rngs], nnx.Module]] = {
-    "dense": lambda shape, width, rngs: Dense(shape, (width, width), rngs),
-    "vgg16": lambda shape, width, rngs: Vgg16(shape, rngs),
-}
+NETS: dict[str, Callable[[Sequence[int], int, nnx.Rngs], nnx.Module]] = {"dense": dense, "vgg16": vgg16}

@@ -31,100 +31,56 @@ import jax
 import rich.console
 import rich.table
 
-from .._vector.density import check_density, elements_kept
-from .command import add_output_options, output, progress_bar, pyplot, whole_number
+from .._vector.density import elements_kept
+from .command import add_output_options, check_at_least, numbers, output, subplots, whole_number
 from .forms import FORMS
-from .hosts import Network, bits_per_second
-from .job import Job
+from .hosts import bits_per_second
+from .job import NetworkJob, add_job_options
 from .reports import run_workers, slowest
+from .timing import spread
 from .torch_worker import TORCH_FORMS
 
+HELP = "time one synchronisation over slow links, in every form"
 PARTS = ("selection", "rest", "communication")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "network",
-        help="time one synchronisation over slow links, in every form",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["1gbit"],
-        help="rates of the links, in either direction, such as 100mbit; measured one after the other (default 1gbit)",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job_options(parser, form="measure this form, beside dense; repeatable (default: all)")
     parser.add_argument(
         "--size", type=whole_number, default=14_728_266, metavar="N", help="n, the gradient's length (default 14728266)"
     )
-    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
         "--repeats", type=int, default=9, help="timed steps of each form (default 9; fewer for slow ones)"
     )
-    parser.add_argument(
-        "--form", action="append", metavar="NAME", help="measure this form, beside dense; repeatable (default: all)"
-    )
     add_output_options(parser, plot="the times")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    check_density(args.density)
-    if args.hosts < 2 or args.size < 1 or args.repeats < 1:
-        raise ValueError(
-            f"--hosts is {args.hosts}, --size {args.size} and --repeats {args.repeats}; "
-            "--hosts is at least 2, --size and --repeats are at least 1"
-        )
-    names = [form.name for form in FORMS] + list(TORCH_FORMS)
-    unknown = [name for name in args.form or () if name not in names]
-    if unknown:
-        raise ValueError(f"--form is {unknown[0]!r}; choose from {', '.join(names)}")
-    for rate in args.rate:
-        bits_per_second(rate)
-    forms = None if args.form is None else ("dense", *args.form)
-    job = Job(args.hosts, args.size, args.density, tuple(args.rate), args.repeats, forms)
+    check_at_least(args, size=1, repeats=1)
+    names = [*(form.name for form in FORMS), *TORCH_FORMS]
+    job = NetworkJob.chosen(args, names, default=names)
     output(args, {**describe(job), "forms": measure(job)}, show, draw_times)
 
 
-def describe(job: Job) -> dict[str, Any]:
+def describe(job: NetworkJob) -> dict[str, Any]:
     """The figures that say what was measured: the job, and the versions of JAX and PyTorch."""
     return {
-        "hosts": job.hosts,
-        "size": job.size,
-        "density": job.density,
+        **vars(job),
         "k": elements_kept(job.density, job.size),
-        "rates": list(job.rates),
-        "repeats": job.repeats,
         "jax": jax.__version__,
         "torch": importlib.metadata.version("torch") if importlib.util.find_spec("torch") else None,
     }
 
 
-def measure(job: Job) -> list[dict[str, Any]]:
+def measure(job: NetworkJob) -> list[dict[str, Any]]:
     """Runs the job on as many hosts, and returns the figures of every form at every rate."""
     modules = ["jsparse.bench.network_worker"]
-    if importlib.util.find_spec("torch") and any(job.wants(name) for name in TORCH_FORMS):
+    if importlib.util.find_spec("torch") and any(name in job.forms for name in TORCH_FORMS):
         modules.append("jsparse.bench.torch_worker")
-    total = len(job.rates) * sum(job.wants(name) for name in [*(form.name for form in FORMS), *TORCH_FORMS])
-    reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
-    with (
-        Network(job.hosts, job.rates[0]) as network,
-        progress_bar() as progress,
-    ):
-        task = progress.add_task("starting", total=total)
-
-        def heard(report: dict[str, Any]) -> None:
-            progress.update(task, description=report["name"], advance=1)
-
-        for module in modules:
-            for told, more in zip(reports, run_workers(network, module, job, heard), strict=True):
-                told.extend(more)
-    return combine(job, reports)
+    return combine(job, run_workers(job, modules, len(job.rates) * len(job.forms)))
 
 
-def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Combines the reports of all hosts into the figures of each form at each rate.
 
     Args:
@@ -139,9 +95,7 @@ def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any
             "name": first["name"],
             "rate": first["rate"],
             "dense_update": first["dense_update"],
-            "median_ms": statistics.median(ms),
-            "min_ms": min(ms),
-            "max_ms": max(ms),
+            **spread(ms),
             "steps": len(ms),
             "bytes": statistics.fmean(report["sent_bytes"] for report in told),
             "floor_ms": 8e3
@@ -149,10 +103,9 @@ def combine(job: Job, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any
             / bits_per_second(first["rate"]),
             "memory": first.get("memory"),
         }
-        if "stated_bytes" in first:
+        if "stated_bytes" in first:  # PyTorch's forms state nothing, and have no parts.
             result["stated_bytes"] = statistics.fmean(report["stated_bytes"] for report in told)
             result["least_bytes"], result["most_bytes"] = first["least_bytes"], first["most_bytes"]
-        if "computing_ms" in first:
             computing = statistics.median(slowest(told, "computing_ms"))
             selection = statistics.median(slowest(told, "selection_ms")) if "selection_ms" in first else 0.0
             result["selection_ms"] = selection
@@ -171,15 +124,14 @@ def show(figures: dict[str, Any]) -> None:
     """Prints a table for every rate."""
     for rate in figures["rates"]:
         table = rich.table.Table(
+            "form",
+            *numbers("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"),
             title=f"{figures['hosts']} hosts at {rate}, n = {figures['size']:,}, k = {figures['k']:,}; jax "
             f"{figures['jax']}" + (f", torch {figures['torch']}" if figures["torch"] else ""),
             caption="ms: median time of a synchronisation and of its parts. over dense: times as fast as dense. floor: "
             "ms that the bytes alone take. MB: sent by a host as its interface counts them, and as jsparse states "
             "them. memory: temporary memory over the gradient's own.",
         )
-        table.add_column("form")
-        for name in ("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"):
-            table.add_column(name, justify="right")
         for result in sorted(
             (result for result in figures["forms"] if result["rate"] == rate), key=lambda result: result["median_ms"]
         ):
@@ -201,12 +153,9 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each form's time as a bar of its parts, and its floor; one panel for each rate."""
-    plt = pyplot()
     count = len(figures["rates"])
     names = list(dict.fromkeys(result["name"] for result in figures["forms"]))
-    figure, panels = plt.subplots(
-        1, count, figsize=(5 + 5 * count, 1.5 + 0.3 * len(names)), layout="constrained", squeeze=False
-    )
+    figure, panels = subplots(1, count, size=(5 + 5 * count, 1.5 + 0.3 * len(names)), squeeze=False)
     for rate, axes in zip(figures["rates"], panels[0], strict=True):
         here = {result["name"]: result for result in figures["forms"] if result["rate"] == rate}
         ordered = sorted(here.values(), key=lambda result: -result["median_ms"])
@@ -231,4 +180,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
         axes.set(xlim=(0, limit), xlabel="ms", title=f"{figures['hosts']} hosts at {rate}")
     panels[0][-1].legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=80)
-    plt.close(figure)

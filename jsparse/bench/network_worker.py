@@ -15,26 +15,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._comm.comm import AxisComm
 from .._comm.traffic import traffic
 from .._engine.transform import SparseAllReduce, sync
+from .._train.workers import number_of_workers
 from .._vector.pending import Pending
+from .._vector.sparse_vector import SparseVector
 from .alone import Alone
 from .forms import FORMS, Form
 from .gradients import worker_gradients
-from .job import Job
+from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
 AXES = ("pairs", "hosts")
-WARM_UP = 3
 
 
 def main(text: str) -> None:
-    job = Job.read(text)
+    job = NetworkJob.read(text)
     rank = int(os.environ["JSPARSE_RANK"])
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
     worker = Worker(job, rank)
-    worker.meter.calibrate()
     for form in FORMS:
-        if job.wants(form.name) and (job.hosts % 2 == 0 or not form.levels):
+        if form.name in job.forms and (job.hosts % 2 == 0 or not form.levels):
             worker.measure(form)
     jax.distributed.shutdown()
 
@@ -54,20 +54,16 @@ def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], floa
 
 
 class Worker:
-    """One of the job's hosts.
+    """One of the job's hosts."""
 
-    Attributes:
-      meter: times its steps and counts their bytes.
-    """
-
-    def __init__(self, job: Job, rank: int):
+    def __init__(self, job: NetworkJob, rank: int):
         self._job = job
         devices = np.array(jax.devices())
         pairs = 2 if job.hosts % 2 == 0 else 1
         self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
         self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in worker_gradients(job.size, rank)]
-        self.meter = Meter(agreement(self._mesh, AXES))
+        self._meter = Meter(agreement(self._mesh, AXES))
 
     def measure(self, form: Form) -> None:
         """Measures one form at every rate, and reports the figures."""
@@ -77,15 +73,11 @@ class Worker:
         parts = self._parts(tx, dense_update=form.dense_update)
         for rate in job.rates:
             ask_for_rate(rate)
-            self.meter.agree(0.0)
-            for _ in range(WARM_UP):
-                whole()
-            before = len(whole.words)
-            figures: dict[str, Any] = self.meter.measure(whole, job.repeats)
-            figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in whole.words[before:]]))
+            figures = self._meter.measure(whole, job.repeats)
+            timed = whole.words[-len(figures["ms"]) :]
+            figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in timed]))
             for name, program in parts.items():
-                program()
-                figures[f"{name}_ms"] = self.meter.measure(program, job.repeats)["ms"]
+                figures[f"{name}_ms"] = self._meter.measure(program, job.repeats)["ms"]
             tell(
                 name=form.name,
                 rate=rate,
@@ -98,21 +90,16 @@ class Worker:
 
     def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
         """Programs without the network: all computation, and accumulation with selection alone."""
-        sizes = dict(self._mesh.shape)
-
-        def lone(comm: Any) -> Any:
-            axes = (comm.axis,) if isinstance(comm.axis, str) else comm.axis
-            return Alone(int(np.prod([sizes[axis] for axis in axes])))
-
-        alone = tx.synchroniser.over(*map(lone, tx.synchroniser.levels))
-        programs: dict[str, Callable[[], None]] = {}
-        programs["computing"] = Whole(SparseAllReduce.of(alone), self._mesh, self._grads, dense_update=dense_update)
+        sizes = [number_of_workers(self._mesh, comm.axis) for comm in tx.synchroniser.levels]
+        alone = tx.synchroniser.over(*map(Alone, sizes))
+        whole = Whole(SparseAllReduce.of(alone), self._mesh, self._grads, dense_update=dense_update)
+        programs: dict[str, Callable[[], None]] = {"computing": whole}
         if alone.reducer.sparse:
             programs["selection"] = Selecting(alone, [grad.addressable_data(0) for grad in self._grads])
         return programs
 
 
-def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> Callable[..., Any]:
+def synchroniser(tx: SparseAllReduce, dense_update: bool) -> Callable[..., Any]:
     """A step ``(gradient, state) -> (state, mean)``, whose mean stays sparse where it can.
 
     The state comes first among the results: JAX hands donated memory to the first result of its
@@ -121,12 +108,9 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> C
     Args:
       tx: the transformation.
       dense_update: make the mean dense in any case.
-      seen: at each trace, whether the mean stays sparse is appended to this list.
     """
 
-    def sparse(grads, state) -> bool:
-        if dense_update:
-            return False
+    def stays_sparse(grads, state) -> bool:
         try:
             # Only the shapes are traced: a real call would leave its messages in the program.
             jax.eval_shape(functools.partial(sync, tx), grads, state)
@@ -135,12 +119,9 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool, seen: list[bool]) -> C
         return True
 
     def step(grads, state):
-        seen.append(sparse(grads, state))
-        mean, state = (sync if seen[-1] else update)(tx, grads, state)
+        sparse = not dense_update and stays_sparse(grads, state)
+        mean, state = sync(tx, grads, state) if sparse else tx.update(grads, state)
         return state, mean
-
-    def update(tx, grads, state):
-        return tx.update(grads, state)
 
     return step
 
@@ -158,9 +139,8 @@ class Whole:
     def __init__(self, tx: SparseAllReduce, mesh: Mesh, grads: list[jax.Array], *, dense_update: bool):
         along, everywhere = PartitionSpec(AXES), PartitionSpec()
         n = grads[0].shape[0] // mesh.size
-        seen: list[bool] = []
         step = jax.shard_map(
-            synchroniser(tx, dense_update, seen),
+            synchroniser(tx, dense_update),
             mesh=mesh,
             in_specs=(along, along),
             out_specs=(along, everywhere),
@@ -170,10 +150,11 @@ class Whole:
         self._state: Any = jax.jit(begin)()
         run = jax.jit(step, donate_argnums=1)
         self.sends = traffic(run, grads[0], self._state)
-        self._run = run.lower(grads[0], self._state).compile()
+        lowered = run.lower(grads[0], self._state)
+        self._run = lowered.compile()
         self._grads = itertools.cycle(grads)
         self.words: list[Any] = []
-        self.sparse = seen[-1]
+        self.sparse = isinstance(lowered.out_info[1], SparseVector)
         memory = self._run.memory_analysis()
         self.memory = memory.temp_size_in_bytes / (4 * n) if memory else None
 

@@ -12,10 +12,8 @@ on one device, without a network. This time shows the work saved on a worker of 
 
 import argparse
 import contextlib
-import functools
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,10 +31,12 @@ from .._share.sharded import sharded
 from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
-from .command import add_output_options, output, progress_bar, pyplot
+from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
+from .timing import spread, timed
 
+HELP = "time trust ratios, LARS and Adam, done whole by every worker and in parts"
 AXIS = "workers"
-ON_ALL, ON_EACH = PartitionSpec(), PartitionSpec(AXIS)
+ON_ALL = PartitionSpec()
 
 
 def resnet50(width: int = 64) -> list[tuple[int, ...]]:
@@ -69,14 +69,12 @@ class Form(NamedTuple):
     Attributes:
       task: the task's name.
       name: the way's name.
-      init: makes the state from the parameters.
-      run: ``(grads, state, params) -> (result, state)``.
+      tx: does it. Its updates are the task's result.
     """
 
     task: str
     name: str
-    init: Callable[[Any], Any]
-    run: Callable[[Any, Any, Any], tuple[Any, Any]]
+    tx: optax.GradientTransformation
 
 
 def tasks(comm: Any) -> list[list[Form]]:
@@ -86,35 +84,26 @@ def tasks(comm: Any) -> list[list[Form]]:
       comm: the workers.
     """
 
-    def ratios(comm, grads, state, params):
-        sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
-        return jnp.stack([jnp.sqrt(weights / updates) for updates, weights in sums]), state
+    def trust_ratios(comm):
+        def update(grads, state, params):
+            sums = sums_of_squares(comm, list(zip(grads, params, strict=True)))
+            return jnp.stack([jnp.sqrt(weights / updates) for updates, weights in sums]), state
 
-    def of(task, name, tx):
-        return Form(task, name, tx.init, tx.update)
-
-    def ratios_of(name, comm):
-        return Form("trust ratios", name, lambda params: (), functools.partial(ratios, comm))
+        return optax.GradientTransformation(lambda params: (), update)  # type: ignore[arg-type]
 
     whole, parts, itself = "each worker", "in parts", Alone(1)
     return [
-        [ratios_of(whole, itself), ratios_of(parts, comm)],
+        [Form("trust ratios", whole, trust_ratios(itself)), Form("trust ratios", parts, trust_ratios(comm))],
         [
-            of("LARS", whole, lars(itself, 0.1, weight_decay=1e-4)),  # type: ignore[arg-type]
-            of("LARS", parts, lars(comm, 0.1, weight_decay=1e-4)),
-            of("LARS", "optax", optax.lars(0.1, weight_decay=1e-4)),
+            Form("LARS", whole, lars(itself, 0.1, weight_decay=1e-4)),  # type: ignore[arg-type]
+            Form("LARS", parts, lars(comm, 0.1, weight_decay=1e-4)),
+            Form("LARS", "optax", optax.lars(0.1, weight_decay=1e-4)),
         ],
-        [of("Adam", whole, optax.adam(1e-3)), of("Adam", parts, sharded(optax.adam(1e-3), comm))],
+        [Form("Adam", whole, optax.adam(1e-3)), Form("Adam", parts, sharded(optax.adam(1e-3), comm))],
     ]
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "pto",
-        help="time trust ratios, LARS and Adam, done whole by every worker and in parts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=8, help="P (default 8); virtual devices where there are too few real ones"
     )
@@ -123,14 +112,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
     add_output_options(parser, plot="the times")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.workers < 1 or args.width < 1 or args.repeats < 1:
-        raise ValueError(
-            f"--workers is {args.workers}, --width {args.width} and --repeats {args.repeats}; they are at least 1"
-        )
+    check_at_least(args, workers=1, width=1, repeats=1)
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", args.workers)
     devices = jax.devices() if len(jax.devices()) >= args.workers else jax.devices("cpu")
@@ -183,19 +168,19 @@ def all_together(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) 
     found = []
 
     def probe(params):
-        found.append(state_specs(form.init(params), AXIS))
+        found.append(state_specs(form.tx.init(params), AXIS))
         return params
 
     jax.eval_shape(jax.shard_map(probe, mesh=mesh, in_specs=ON_ALL, out_specs=ON_ALL), params)
-    state = jax.jit(jax.shard_map(form.init, mesh=mesh, in_specs=ON_ALL, out_specs=found[0]))(params)
+    state = jax.jit(jax.shard_map(form.tx.init, mesh=mesh, in_specs=ON_ALL, out_specs=found[0]))(params)
     ins, outs = (ON_ALL, found[0], ON_ALL), (ON_ALL, found[0])
-    return Program(jax.shard_map(form.run, mesh=mesh, in_specs=ins, out_specs=outs), grads, state, params)
+    return Program(jax.shard_map(form.tx.update, mesh=mesh, in_specs=ins, out_specs=outs), grads, state, params)
 
 
 def one_alone(form: Form, devices: list[Any], shapes: list[tuple[int, ...]]) -> Program:
     """The form on worker 0, without the others."""
     grads, params = drawn(shapes, devices[0])
-    return Program(form.run, grads, jax.jit(form.init)(params), params)
+    return Program(form.tx.update, grads, jax.jit(form.tx.init)(params), params)
 
 
 def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> list[dict[str, Any]]:
@@ -210,24 +195,21 @@ def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> 
       The figures of each form.
     """
     results: list[dict[str, Any]] = []
-    kinds = ((all_together, tasks(AxisComm(AXIS))), (one_alone, tasks(Alone(len(devices)))))
+    together, alone = tasks(AxisComm(AXIS)), tasks(Alone(len(devices)))
     with progress_bar() as progress:
-        task = progress.add_task("timing", total=repeats * 2 * sum(map(len, kinds[0][1])))
-        for i, compared in enumerate(kinds[0][1]):
-            found: list[dict[str, Any]] = [{"task": form.task, "name": form.name} for form in compared]
-            for (make, every), kind in zip(kinds, ("together", "alone"), strict=True):
-                programs = [make(form, devices, shapes) for form in every[i]]
+        task = progress.add_task("timing", total=repeats * 2 * sum(map(len, together)))
+        for many, one in zip(together, alone, strict=True):
+            found: list[dict[str, Any]] = [{"task": form.task, "name": form.name} for form in many]
+            for kind, make, forms in (("together", all_together, many), ("alone", one_alone, one)):
+                programs = [make(form, devices, shapes) for form in forms]
                 times: list[list[float]] = [[] for _ in programs]
                 for _ in range(repeats):
                     for program, taken in zip(programs, times, strict=True):
-                        start = time.perf_counter()
-                        program()
-                        taken.append(1e3 * (time.perf_counter() - start))
+                        taken.append(timed(program)[0])
                         progress.advance(task)
                 whole = statistics.median(times[0])
                 for result, program, taken in zip(found, programs, times, strict=True):
-                    figures = {"median_ms": statistics.median(taken), "min_ms": min(taken), "max_ms": max(taken)}
-                    result[kind] = figures | {"times_faster": whole / statistics.median(taken)}
+                    result[kind] = spread(taken) | {"times_faster": whole / statistics.median(taken)}
                     if kind == "together":
                         result |= {"words": -(-program.sent.bytes // 4), "messages": program.sent.messages}
                     else:
@@ -239,15 +221,14 @@ def measure(devices: list[Any], shapes: list[tuple[int, ...]], repeats: int) -> 
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
     table = rich.table.Table(
+        rich.table.Column("task", no_wrap=True),
+        rich.table.Column("form", no_wrap=True),
+        *numbers("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"),
         title=f"{figures['layers']} layers, {figures['parameters']:,} parameters, {figures['workers']} workers; "
         f"{figures['device']}, jax {figures['jax']}",
         caption="together: all workers at once on this machine. alone: worker 0 on one device, without a network. "
         "faster: times as fast as where every worker does all of it. words, messages, state: of one worker.",
     )
-    table.add_column("task", no_wrap=True)
-    table.add_column("form", no_wrap=True)
-    for name in ("together\nms", "range", "faster", "alone\nms", "faster", "words", "mes-\nsages", "state\nMB"):
-        table.add_column(name, justify="right")
     for form in figures["forms"]:
         together, alone = form["together"], form["alone"]
         table.add_row(
@@ -267,8 +248,7 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the median times of each form, together and alone."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    figure, axes = subplots(1, 2, size=(9, 4), sharey=True)
     names = [f"{form['task']}, {form['name']}" for form in figures["forms"]]
     for kind, part in zip(("together", "alone"), axes, strict=True):
         part.bar_label(part.barh(names, [form[kind]["median_ms"] for form in figures["forms"]]), fmt="%.1f", padding=3)
@@ -277,4 +257,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     axes[0].invert_yaxis()
     figure.suptitle(f"{figures['parameters']:,} parameters, {figures['workers']} workers")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

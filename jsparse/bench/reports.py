@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .hosts import Network, wait_for_all
+from .command import progress_bar
+from .hosts import Network
+from .job import Job
 
 # It marks the reports among the lines that libraries print.
 REPORT = "report "
@@ -32,16 +33,14 @@ def ask_for_rate(rate: str) -> None:
         sys.stdin.readline()
 
 
-def run_workers(
-    network: Network, module: str, job: Any, heard: Callable[[dict[str, Any]], None]
-) -> list[list[dict[str, Any]]]:
-    """Runs a module on every host.
+def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[str, Any]]]:
+    """Runs modules on a job's hosts, one after the other, behind a progress bar.
 
     Args:
-      network: the hosts.
-      module: its name, such as ``"jsparse.bench.network_worker"``.
-      job: its argument, by ``job.written()``.
-      heard: is called with each report of host 0 as it arrives.
+      job: what to do. As JSON it is each module's argument.
+      modules: their names, such as ``"jsparse.bench.network_worker"``.
+      total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
+        none, at the number of reports so far.
 
     Returns:
       The reports of each host.
@@ -49,54 +48,32 @@ def run_workers(
     Raises:
       ValueError: a worker failed; the message ends with the last lines that the workers wrote.
     """
-    with tempfile.TemporaryFile("w+") as errors:
-        processes = [
-            network.start(
-                rank,
-                [sys.executable, "-m", module, job.written()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
-            for rank in range(network.hosts)
-        ]
-        reports: list[list[dict[str, Any]]] = [[] for _ in processes]
+    reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
+    with (
+        Network(job.hosts, job.rates[0]) as network,
+        progress_bar() as progress,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        task = progress.add_task("starting", total=total)
 
-        failures: list[Exception] = []
-
-        def listen(rank: int, process: Any) -> None:
-            try:
-                for line in process.stdout:
-                    if line.startswith(REPORT):
-                        hear(rank, process, json.loads(line.removeprefix(REPORT)))
-            except Exception as error:
-                failures.append(error)
-                process.kill()
-
-        def hear(rank: int, process: Any, report: dict[str, Any]) -> None:
+        def hear(rank: int, process: Any, line: str) -> None:
+            if not line.startswith(REPORT):
+                return
+            report = json.loads(line.removeprefix(REPORT))
             if "ask" in report:
                 network.set_rate(report["ask"])
                 process.stdin.write("\n")
                 process.stdin.flush()
                 return
             reports[rank].append(report)
-            if rank == 0:
-                heard(report)
+            done = report.get("done", len(reports[rank]))
+            progress.update(task, description=report["name"], completed=done)
 
-        listeners = [
-            threading.Thread(target=listen, args=(rank, process), daemon=True) for rank, process in enumerate(processes)
-        ]
-        for listener in listeners:
-            listener.start()
-        wait_for_all(processes)
-        for listener in listeners:
-            listener.join(timeout=5)
-        if failures:
-            raise failures[0]
-        if any(process.returncode for process in processes):
-            errors.seek(0)
-            lines = errors.read().splitlines()
-            raise ValueError("a worker failed:\n" + "\n".join(lines[-30:]))
+        for module in modules:
+            command = [sys.executable, "-m", module, job.written()]
+            if any(network.run(command, hear, stdin=subprocess.PIPE, stderr=errors)):
+                errors.seek(0)
+                raise ValueError("a worker failed:\n" + "\n".join(errors.read().splitlines()[-30:]))
     return reports
 
 

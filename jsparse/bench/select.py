@@ -4,7 +4,6 @@ import argparse
 import functools
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,8 +18,11 @@ import kernels_pallas
 
 from .. import select
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, output, progress_bar, pyplot
+from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
 from .gradients import DISTRIBUTIONS, draw
+from .timing import spread, timed
+
+HELP = "time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero"
 
 
 class Form(NamedTuple):
@@ -38,12 +40,7 @@ class Form(NamedTuple):
     run: Callable[[jax.Array, jax.Array, jax.Array], Any]
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "select",
-        help="time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", type=int, default=14_728_266, help="n, the vector's length (default: that of VGG-16's gradient)"
     )
@@ -58,23 +55,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
     parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
     add_output_options(parser, plot="the times")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     check_density(args.density)
-    if args.size < 1 or args.repeats < 1:
-        raise ValueError(f"--size is {args.size} and --repeats {args.repeats}; they are at least 1")
+    check_at_least(args, size=1, repeats=1)
     x = jnp.asarray(draw(args.distribution, args.size, args.seed))
     k = elements_kept(args.density, x.shape[0])
-    results = measure(x, k, args.density, args.repeats)
     figures = {
         "size": x.shape[0],
         "k": k,
         "distribution": args.distribution,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "forms": results,
+        "forms": measure(x, k, args.density, args.repeats),
     }
     output(args, figures, show, draw_times)
 
@@ -164,9 +158,8 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
         for number in range(repeats):
             step = jnp.int32(1 + number)
             for i, fn in enumerate(compiled):
-                start = time.perf_counter()
-                outcome = jax.block_until_ready(fn(x, threshold, step))
-                times[i].append(1e3 * (time.perf_counter() - start))
+                ms, outcome = timed(fn, x, threshold, step)
+                times[i].append(ms)
                 if isinstance(outcome, (tuple, list)):
                     chosen = np.asarray(outcome[0])
                     counts[i].append(int(outcome[1]) / k)
@@ -180,9 +173,7 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
         result = {
             "name": form.name,
             "task": form.task,
-            "median_ms": statistics.median(times[i]),
-            "min_ms": min(times[i]),
-            "max_ms": max(times[i]),
+            **spread(times[i]),
             "times_faster_than_top_k": slowest / statistics.median(times[i]),
             "temporary_memory_over_input": memory.temp_size_in_bytes / x.nbytes if memory else None,
         }
@@ -197,15 +188,14 @@ def measure(x: jax.Array, k: int, density: float, repeats: int) -> list[dict[str
 def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
     table = rich.table.Table(
+        "form",
+        "selects",
+        *numbers("median ms", "min to max", "over top_k", "selected / k", "off k", "in top-k", "memory"),
         title=f"n = {figures['size']:,}, k = {figures['k']:,}, {figures['distribution']}; {figures['device']}, "
         f"jax {figures['jax']}",
         caption="over top_k: how many times as fast as lax.top_k. off k: mean deviation of the count from k, over k. "
         "in top-k: fraction of the k largest that it selected. memory: temporary memory over the vector's own.",
     )
-    table.add_column("form")
-    table.add_column("selects")
-    for name in ("median ms", "min to max", "over top_k", "selected / k", "off k", "in top-k", "memory"):
-        table.add_column(name, justify="right")
     for form in figures["forms"]:
         memory, selected, off, found = (
             form.get(key)
@@ -227,12 +217,10 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws a bar of the median time for each form."""
-    plt = pyplot()
     ordered = sorted(figures["forms"], key=lambda form: form["median_ms"])
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = subplots(size=(9, 6))
     bars = axes.barh([form["name"] for form in ordered], [form["median_ms"] for form in ordered])
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.margins(x=0.12)
     axes.set(xscale="log", xlabel="median ms", title=f"n = {figures['size']:,}, k = {figures['k']:,}")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -1,26 +1,31 @@
-"""Times steps that all hosts take together, and counts the bytes that their interfaces carry."""
+"""Times calls, and steps that all hosts take together; counts the bytes that interfaces carry."""
 
-import dataclasses
-import pathlib
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .hosts import INTERFACE
+import jax
 
+from .hosts import counters
+
+# The first steps of each program are not counted.
+WARM_UP = 3
 # Once LEAST steps are done, no further step starts after this many seconds.
 PATIENCE = 12.0
 LEAST = 3
 
 
-def sent_bytes() -> int:
-    """Bytes that this host's interface has sent so far."""
-    return int(pathlib.Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+def timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Calls a function; returns the milliseconds until its arrays are there, and its result."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(run(*arguments))
+    return 1e3 * (time.perf_counter() - start), result
 
 
-def received_bytes() -> int:
-    """Bytes that this host's interface has received so far."""
-    return int(pathlib.Path(f"/sys/class/net/{INTERFACE}/statistics/rx_bytes").read_text())
+def spread(ms: Sequence[float]) -> dict[str, float]:
+    """The median, the least and the most of several times."""
+    return {"median_ms": statistics.median(ms), "min_ms": min(ms), "max_ms": max(ms)}
 
 
 def time_steps(
@@ -42,54 +47,54 @@ def time_steps(
     before()
     spent = agree(0.0)
     while len(times) < repeats and (len(times) < LEAST or spent < PATIENCE):
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
+        times.append(timed(step)[0])
         before()
         spent = agree(spent + times[-1] / 1e3)
     return times
 
 
-@dataclasses.dataclass
 class Meter:
     """Times steps and counts their bytes, without the bytes of the agreements between them.
 
-    Attributes:
+    Args:
       agree: as in :func:`time_steps`.
-      each: bytes that one agreement sends and receives; :meth:`calibrate` measures them.
     """
 
-    agree: Callable[[float], float]
-    each: tuple[float, float] = (0.0, 0.0)
+    def __init__(self, agree: Callable[[float], float]):
+        self._agree = agree
+        # The bytes that one agreement sends and receives: the mean of 20.
+        _, sent, received = self._count(lambda: [agree(0.0) for _ in range(20)])
+        self._sent, self._received = sent / 20, received / 20
 
-    def calibrate(self) -> None:
-        """Measures the bytes of one agreement, as the mean of 20."""
-        _, sent, received = self.count(lambda: [self.agree(0.0) for _ in range(20)][:0])
-        self.each = sent / 20, received / 20
-
-    def count(self, steps: Callable[[], list[float]]) -> tuple[list[float], float, float]:
+    def _count(self, steps: Callable[[], list[float]]) -> tuple[list[float], float, float]:
         """Runs steps; returns their times, and the bytes sent and received in all."""
-        self.agree(0.0)
-        sent, received = sent_bytes(), received_bytes()
+        self._agree(0.0)
+        before = counters()
         times = steps()
         # After one more agreement the steps' bytes have left the queue: they were sent before it.
-        self.agree(0.0)
-        return times, sent_bytes() - sent, received_bytes() - received
+        self._agree(0.0)
+        after = counters()
+        return times, after.sent - before.sent, after.received - before.received
 
-    def measure(self, step: Callable[[], Any], repeats: int, **options: Any) -> dict[str, Any]:
-        """Times a step repeatedly.
+    def measure(
+        self, step: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None
+    ) -> dict[str, Any]:
+        """Times a step repeatedly, after ``WARM_UP`` steps that are not timed.
 
         Args:
-          step, repeats, **options: as in :func:`time_steps`.
+          step, repeats, before: as in :func:`time_steps`.
 
         Returns:
           ``"ms"``: each step's time; ``"sent_bytes"``, ``"received_bytes"``: means over the steps.
         """
-        times, sent, received = self.count(lambda: time_steps(step, self.agree, repeats, **options))
-        # One agreement before the first step, one after each step, and the last one of `count`.
+        for _ in range(WARM_UP):
+            before()
+            step()
+        times, sent, received = self._count(lambda: time_steps(step, self._agree, repeats, before))
+        # One agreement before the first step, one after each step, and the last one of `_count`.
         others = len(times) + 2
         return {
             "ms": times,
-            "sent_bytes": (sent - others * self.each[0]) / len(times),
-            "received_bytes": (received - others * self.each[1]) / len(times),
+            "sent_bytes": (sent - others * self._sent) / len(times),
+            "received_bytes": (received - others * self._received) / len(times),
         }

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._vector.density import elements_kept
 from .gradients import worker_gradients
-from .job import Job
+from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
@@ -19,8 +19,6 @@ from .timing import Meter
 RANK = 4
 # Channels of VGG-16's convolutions.
 VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-# Steps before the timed ones.
-WARM_UP = 3
 
 
 def vgg16() -> list[tuple[int, ...]]:
@@ -55,12 +53,9 @@ class Bucket:
     """
 
     def __init__(self, buffer: Any, shapes: Sequence[tuple[int, ...]]):
-        self._buffer, self._parts = buffer, []
-        begin = 0
-        for shape in shapes:
-            end = begin + math.prod(shape)
-            self._parts.append(buffer[begin:end].view(shape))
-            begin = end
+        self._buffer = buffer
+        parts = buffer.split([math.prod(shape) for shape in shapes])
+        self._parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def buffer(self):
         return self._buffer
@@ -84,7 +79,7 @@ class Peers:
     Each method returns a step that averages the gradient in ``buffer`` over the hosts, in place.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: NetworkJob):
         self.torch = importlib.import_module("torch")
         self.dist = importlib.import_module("torch.distributed")
         hooks = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -93,7 +88,6 @@ class Peers:
         self._job = job
         self.buffer = self.torch.zeros(job.size)
         self._bucket = Bucket(self.buffer, leaves_of(job.size))
-        self._residual = self.torch.zeros(0)
 
     def all_reduce(self) -> Callable[[], None]:
         """gloo's all-reduce."""
@@ -142,7 +136,7 @@ TORCH_FORMS: dict[str, Callable[[Peers], Callable[[], None]]] = {
 
 
 def main(text: str) -> None:
-    job = Job.read(text)
+    job = NetworkJob.read(text)
     peers = Peers(job)
     torch, dist = peers.torch, peers.dist
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
@@ -154,20 +148,14 @@ def main(text: str) -> None:
         return float(largest[0])
 
     meter = Meter(agree)
-    meter.calibrate()
     for name, make in TORCH_FORMS.items():
-        if not job.wants(name):
+        if name not in job.forms:
             continue
         step, grads = make(peers), itertools.cycle(own)
         load = functools.partial(lambda grads: peers.buffer.copy_(next(grads)), grads)
         for rate in job.rates:
             ask_for_rate(rate)
-            agree(0.0)
-            for _ in range(WARM_UP):
-                load()
-                step()
-            figures = meter.measure(step, job.repeats, before=load)
-            tell(name=name, rate=rate, dense_update=True, **figures)
+            tell(name=name, rate=rate, dense_update=True, **meter.measure(step, job.repeats, load))
     dist.destroy_process_group()
 
 

@@ -26,31 +26,21 @@ from typing import Any
 import rich.console
 import rich.table
 
-from .._vector.density import check_density
-from .command import add_output_options, output, progress_bar, pyplot
+from .command import add_output_options, check_at_least, numbers, output, subplots
 from .forms import FORMS
-from .hosts import Network, bits_per_second
+from .job import add_job_options
 from .reports import run_workers, slowest
 
+HELP = "train over slow links to a target accuracy, dense and sparse"
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
 PARTS = ("computation", "selection", "communication")
-SHADES = ("0.75", "C1", "C0")
+# Shades of grey, because the colours stand for the forms.
+SHADES = ("0.85", "0.6", "0.3")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train over slow links to a target accuracy, dense and sparse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        default=["1gbit"],
-        help="rates of the links, in either direction, such as 100mbit; one after the other (default 1gbit)",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    form = f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})"
+    add_job_options(parser, form=form)
     parser.add_argument("--net", choices=["dense", "vgg16"], default="dense", help="net to train (default dense)")
     parser.add_argument("--width", type=int, default=4096, help="width of the dense net's hidden layers (default 4096)")
     parser.add_argument(
@@ -61,7 +51,6 @@ def add_parser(commands: Any) -> None:
         "which there is nothing to learn",
     )
     parser.add_argument("--data-dir", metavar="DIR", help="directory of MNIST's or CIFAR-10's files")
-    parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument("--batch", type=int, default=32, help="examples a host and step (default 32)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum 0.9 (default 0.05)")
     parser.add_argument(
@@ -70,14 +59,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=1000, help="largest number of steps (default 1000)")
     parser.add_argument("--every", type=int, default=10, help="steps from one test to the next (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
-    parser.add_argument(
-        "--form",
-        action="append",
-        metavar="NAME",
-        help=f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})",
-    )
     add_output_options(parser, plot="accuracy by the clock and the parts of a step")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -85,38 +67,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("jsparse bench train needs Flax: pip install flax")
     from .train_worker import TrainJob
 
-    check_density(args.density)
-    least = {"--hosts": 2, "--width": 1, "--batch": 1, "--steps": 1, "--every": 1}
-    for option, number in least.items():
-        given = getattr(args, option[2:])
-        if given < number:
-            raise ValueError(f"{option} is {given}; it is at least {number}")
-    names = [form.name for form in FORMS if not form.levels]
-    forms = tuple(dict.fromkeys(("dense", *(args.form or DEFAULT))))
-    for name in forms:
-        if name not in names:
-            raise ValueError(f"--form is {name!r}; choose from {', '.join(names)}")
-    for rate in args.rate:
-        bits_per_second(rate)
+    check_at_least(args, width=1, batch=1, steps=1, every=1)
     if args.net == "vgg16" and args.data not in ("cifar10", "random"):
         raise ValueError(f"vgg16 takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
-    job = TrainJob(
-        hosts=args.hosts,
-        density=args.density,
-        rates=tuple(args.rate),
-        forms=forms,
-        net=args.net,
-        width=args.width,
-        data=args.data,
-        data_dir=args.data_dir,
-        batch=args.batch,
-        learning_rate=args.learning_rate,
-        target=None if args.data == "random" else args.target,
-        steps=args.steps,
-        every=args.every,
-        repeats=9,
-        seed=args.seed,
-    )
+    if args.data == "random":
+        args.target = None  # There is nothing to learn from noise.
+    job = TrainJob.chosen(args, [form.name for form in FORMS if not form.levels], DEFAULT)
     count = len(job.images().train_y)
     if count < job.hosts * job.batch:
         raise ValueError(
@@ -128,17 +84,8 @@ def run(args: argparse.Namespace) -> None:
 
 def train(job: Any) -> list[list[dict[str, Any]]]:
     """Runs the job, and returns each host's reports, one for each training."""
-    trainings = len(job.forms) * len(job.rates)
-    with (
-        Network(job.hosts, job.rates[0]) as network,
-        progress_bar() as progress,
-    ):
-        task = progress.add_task("starting", total=trainings * job.steps)
-
-        def heard(report: dict[str, Any]) -> None:
-            progress.update(task, description=report["name"], completed=report["done"])
-
-        reports = run_workers(network, "jsparse.bench.train_worker", job, heard)
+    total = len(job.forms) * len(job.rates) * job.steps
+    reports = run_workers(job, ["jsparse.bench.train_worker"], total)
     return [[report for report in told if "step_ms" in report] for told in reports]
 
 
@@ -176,16 +123,14 @@ def show(figures: dict[str, Any]) -> None:
     """Prints the table."""
     target, runs = figures["target"], figures["runs"]
     table = rich.table.Table(
+        "rate",
+        "form",
+        *numbers("steps", "accuracy", "seconds", "over dense", "ms", "over dense", *PARTS, "MB"),
         title=f"{figures['net']}: {runs[0]['parameters']:,} parameters, {figures['data']}, {figures['hosts']} hosts, "
         f"density {100 * figures['density']:g} %",
         caption="seconds: of training until the target. ms: median time of a step and of its parts. over dense: times "
         "as fast as dense. MB: sent by a host in a step, as its interface counts them.",
     )
-    table.add_column("rate")
-    table.add_column("form")
-    columns = ["steps", "accuracy", "seconds", "over dense", "ms", "over dense", *PARTS, "MB"]
-    for column in columns:
-        table.add_column(column, justify="right")
     for run in sorted(runs, key=lambda run: figures["rates"].index(run["rate"])):
         dense = next(other for other in runs if other["rate"] == run["rate"] and other["name"] == "dense")
         both = reached(run, target) and reached(dense, target)
@@ -206,10 +151,9 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws test accuracy by the clock (the loss where there is no target), and a step's parts."""
-    plt = pyplot()
     runs, rates = figures["runs"], figures["rates"]
     names = list(dict.fromkeys(run["name"] for run in runs))
-    plot, axes = plt.subplots(len(rates), 2, figsize=(11, 4 * len(rates)), layout="constrained", squeeze=False)
+    figure, axes = subplots(len(rates), 2, size=(11, 4 * len(rates)), squeeze=False)
     for (clock, bars), rate in zip(axes, rates, strict=True):
         here = [run for run in runs if run["rate"] == rate]
         for run in here:
@@ -234,5 +178,4 @@ def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
         bars.set(ylabel="ms a step", title=rate)
         bars.tick_params(axis="x", rotation=15)
         bars.legend()
-    plot.savefig(path, dpi=110)
-    plt.close(plot)
+    figure.savefig(path, dpi=110)

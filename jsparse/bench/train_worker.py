@@ -2,11 +2,9 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +19,13 @@ from jax.sharding import Mesh
 from .._train.stats import stats
 from .._train.step import train_step
 from .forms import FORMS, Form
+from .hosts import counters
 from .images import Images, load_images
+from .job import Job
 from .nets import CLASSES, NETS
 from .network_worker import Selecting, agreement
 from .reports import ask_for_rate, tell
-from .timing import Meter, received_bytes, sent_bytes, time_steps
+from .timing import time_steps, timed
 
 AXIS = "hosts"
 MOMENTUM = 0.9
@@ -34,13 +34,10 @@ RANDOM = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainJob:
+class TrainJob(Job):
     """What to train.
 
     Attributes:
-      hosts, density: P and k / n.
-      rates: the links' rates, measured one after the other.
-      forms: names of the forms to train with.
       net: a key of :data:`NETS`.
       width: width of the dense net's hidden layers.
       data, data_dir: as :func:`.load_images` takes them; ``"random"`` is noise in the shape of
@@ -50,14 +47,10 @@ class TrainJob:
       target: the accuracy at which training ends; None to take all steps.
       steps: the largest number of steps.
       every: steps from one test to the next.
-      repeats: how often each part of a step is timed by itself.
       seed: of the parameters and batches.
+      repeats: how often each part of a step is timed by itself.
     """
 
-    hosts: int
-    density: float
-    rates: tuple[str, ...]
-    forms: tuple[str, ...]
     net: str
     width: int
     data: str
@@ -67,18 +60,8 @@ class TrainJob:
     target: float | None
     steps: int
     every: int
-    repeats: int
     seed: int
-
-    def written(self) -> str:
-        """The job as JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def read(text: str) -> "TrainJob":
-        """The job that :meth:`written` wrote."""
-        read = json.loads(text)
-        return TrainJob(**read | {"rates": tuple(read["rates"]), "forms": tuple(read["forms"])})
+    repeats: int = 9
 
     def images(self) -> Images:
         """Loads the data set, or makes the random one."""
@@ -105,7 +88,7 @@ class Trainer:
     def __init__(self, job: TrainJob, rank: int):
         self._job, self._rank, self._images = job, rank, job.images()
         self._mesh = Mesh(np.array(jax.devices()), (AXIS,))
-        self._meter = Meter(agreement(self._mesh, AXIS))
+        self._agree = agreement(self._mesh, AXIS)
         net = NETS[job.net](self._images.train_x.shape[1:], job.width, nnx.Rngs(job.seed))
         self._graph, params = nnx.split(net, nnx.Param)
         self._params = jax.tree.map(np.asarray, nnx.as_pure(params))
@@ -130,7 +113,7 @@ class Trainer:
         parts = {"computation": local}
         if tx.synchroniser.reducer.sparse:
             parts["selection"] = Selecting(tx.synchroniser, grads)
-        alone = {f"{name}_ms": time_steps(part, self._meter.agree, job.repeats) for name, part in parts.items()}
+        alone = {f"{name}_ms": time_steps(part, self._agree, job.repeats) for name, part in parts.items()}
         for number, rate in enumerate(job.rates, done):
             ask_for_rate(rate)
             run = self._run(step, lambda at, number=number: tell(name=form.name, done=number * job.steps + at))
@@ -143,18 +126,16 @@ class Trainer:
           step: the training step.
           show: is called with the number of steps done, on worker 0.
         """
-        job, agree = self._job, self._meter.agree
+        job = self._job
         state, batches = step.init(self._params), self._batches()
-        times, accuracies, losses, words, sent, received = [], [], [], [], 0, 0
+        times, accuracies, losses, words, sent = [], [], [], [], 0
         for number in range(1, job.steps + 1):
             batch = next(batches)
-            agree(0.0)
-            before = sent_bytes(), received_bytes()
-            start = time.perf_counter()
-            state, loss = step(state, batch)
-            jax.block_until_ready(state)
-            times.append(1e3 * (time.perf_counter() - start))
-            sent, received = sent + sent_bytes() - before[0], received + received_bytes() - before[1]
+            self._agree(0.0)
+            before = counters().sent
+            ms, (state, loss) = timed(step, state, batch)
+            sent += counters().sent - before
+            times.append(ms)
             losses.append(float(loss.addressable_data(0)))
             words.append(int(stats(state.opt_state).words[0]))
             if self._rank == 0:
@@ -168,7 +149,6 @@ class Trainer:
             "accuracy": accuracies,
             "loss": losses,
             "sent_bytes": sent / len(times),
-            "received_bytes": received / len(times),
             "stated_bytes": 4 * float(np.mean(words)),
         }
 
@@ -179,7 +159,7 @@ class Trainer:
         x, y = self._images.test_x[share], self._images.test_y[share]
         right = sum(int(self._evaluate(own, x[i : i + 500], y[i : i + 500])) for i in range(0, len(y), 500))
         # Agreement gives the largest number; so hosts pass theirs in turn, and the others pass -1.
-        turns = [self._meter.agree(float(right if turn == self._rank else -1)) for turn in range(self._job.hosts)]
+        turns = [self._agree(float(right if turn == self._rank else -1)) for turn in range(self._job.hosts)]
         return sum(turns) / len(self._images.test_y)
 
     def _batches(self) -> Iterator[Any]:

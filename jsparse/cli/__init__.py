@@ -1,5 +1,7 @@
 """The command line: ``jsparse plan``, ``jsparse tune``, ``jsparse network``, ``jsparse bench``."""
 
+import argparse
+import sys
 from collections.abc import Sequence
 
 
@@ -15,15 +17,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("jsparse: error: the command line needs rich: pip install 'jsparse[cli]'") from None
     # These modules import rich.
     from .. import bench
-    from ..bench.command import LazyParser
+    from ..bench.command import add_commands
     from . import network, plan, tune
 
-    parser = LazyParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    plan.add_parser(commands)
-    tune.add_parser(commands)
-    network.add_parser(commands)
-    bench.add_parser(commands)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="jsparse", description="Sparse gradient all-reduce for JAX.")
+    commands = add_commands(parser, "COMMAND", plan, tune, network)
+    benchmarks = commands.add_parser("bench", help="measure on this machine")
+    if "bench" in argv:  # The other commands do without the benchmarks' modules.
+        bench.add_benchmarks(benchmarks)
     args = parser.parse_args(argv)
     try:
         args.run(args)

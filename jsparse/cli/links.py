@@ -2,7 +2,6 @@
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
 from .._comm.cost import Cost, collective_cost
+from ..bench.timing import timed
 
 # The mesh axes of the network's two levels.
 BETWEEN, INSIDE = "nodes", "gpus"
@@ -95,11 +95,11 @@ def fit(samples: Sequence[Sample]) -> Fit:
     return Fit(alpha, beta, float(f"{error(best):.3g}") if error(best) > 1e-9 else 0.0)
 
 
-def agreed(seconds: float) -> float:
+def agreed(taken: float) -> float:
     """The longest time of any process; the same number on all, so that all decide alike."""
     if jax.process_count() == 1:
-        return seconds
-    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+        return taken
+    return float(np.max(multihost_utils.process_allgather(np.float32(taken))))
 
 
 def seconds_of(run: Callable[[int], Any], repeats: int, budget: float = BUDGET) -> float:
@@ -113,9 +113,7 @@ def seconds_of(run: Callable[[int], Any], repeats: int, budget: float = BUDGET) 
     """
 
     def taken(count):
-        start = time.perf_counter()
-        jax.block_until_ready(run(count))
-        return (time.perf_counter() - start) / count
+        return timed(run, count)[0] / 1e3 / count
 
     taken(1)
     count = int(min(max(budget / max(agreed(taken(1)), 1e-9), 1), MOST))
@@ -137,20 +135,12 @@ def measure(mesh: Mesh, axis: str, payloads: Sequence[int], repeats: int, sharin
     """
     comm, size, parted = AxisComm(axis), mesh.shape[axis], PartitionSpec(mesh.axis_names)
 
-    def gathered(x):
-        return comm.all_gather(x)[(comm.rank() + 1) % size]
-
-    def exchanged(x):
-        return comm.all_to_all(x.reshape(size, -1)).reshape(-1)
-
-    def there_and_back(x):
-        return comm.ppermute(comm.ppermute(x, [(0, 1)]), [(1, 0)])
-
+    # Each returns a vector of the operand's length, so that it can be repeated.
     bodies = {
-        "ppermute": there_and_back,
+        "ppermute": lambda x: comm.ppermute(comm.ppermute(x, [(0, 1)]), [(1, 0)]),  # There and back.
         "psum": lambda x: comm.psum(x) / size,
-        "all_gather": gathered,
-        "all_to_all": exchanged,
+        "all_gather": lambda x: comm.all_gather(x)[(comm.rank() + 1) % size],
+        "all_to_all": lambda x: comm.all_to_all(x.reshape(size, -1)).reshape(-1),
     }
 
     def local(body, x, count):

@@ -12,8 +12,8 @@ process and no network stays behind. Needs Linux and root.
 """
 
 import argparse
-import contextlib
 import json
+import pathlib
 import sys
 import time
 from typing import Any
@@ -21,18 +21,15 @@ from typing import Any
 import rich.console
 import rich.table
 
+from ..bench.command import numbers
 from ..bench.hosts import Network, run_everywhere
 
+HELP = "run a command on several hosts of one machine, joined by slow links"
 
-def add_parser(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "network",
-        help="run a command on several hosts of one machine, joined by slow links",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="jsparse network [--hosts P] [--rate RATE] [--latency TIME] [--json FILE] -- COMMAND ...",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.usage = "jsparse network [--hosts P] [--rate RATE] [--latency TIME] [--json FILE] -- COMMAND ..."
     parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
     parser.add_argument(
         "--rate", default="1gbit", help="of each link, in either direction, such as 100mbit (default 1gbit)"
@@ -44,7 +41,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run on each host")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,9 +65,8 @@ def run(args: argparse.Namespace) -> None:
             for status, counted in zip(statuses, counters, strict=True)
         ],
     }
-    with open(args.json, "w") if args.json else contextlib.nullcontext() as file:
-        if file:
-            json.dump(figures, file, indent=2)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
     show(figures)
     if any(statuses):
         sys.exit(1)
@@ -80,12 +75,12 @@ def run(args: argparse.Namespace) -> None:
 def show(figures: dict[str, Any]) -> None:
     """Prints the table to the standard error."""
     table = rich.table.Table(
-        title=f"{figures['seconds']:.2f} s at {figures['rate']}", caption="MB: as the hosts' interfaces count them"
+        "host",
+        "ended",
+        *numbers("MB sent", "MB received"),
+        title=f"{figures['seconds']:.2f} s at {figures['rate']}",
+        caption="MB: as the hosts' interfaces count them",
     )
-    table.add_column("host")
-    table.add_column("ended")
-    table.add_column("MB sent", justify="right")
-    table.add_column("MB received", justify="right")
     for rank, host in enumerate(figures["hosts"]):
         status = host["status"]
         ended = f"by signal {-status}" if status < 0 else f"with {status}"

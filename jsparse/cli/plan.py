@@ -1,4 +1,8 @@
-"""``jsparse plan``: predicts what each algorithm costs on a cluster, and names the cheapest."""
+"""``jsparse plan``: predicts what each algorithm costs on a cluster, and names the cheapest.
+
+The model of the network has a latency and a bandwidth. Nothing overlaps: a step is computation,
+selection (sparse algorithms only) and communication, one after the other.
+"""
 
 import argparse
 import inspect
@@ -12,24 +16,26 @@ import rich.table
 
 from .. import cost
 from .._comm.cost import Cost
-from .._presets.files import presets
+from .._presets.files import build, describe, presets
 from .._vector.density import check_density, elements_kept
-from ..bench.command import add_output_options, output, pyplot, whole_number
+from ..bench.command import add_output_options, numbers, output, subplots, whole_number
 
+HELP = "predict what each algorithm costs on a cluster, and name the cheapest one"
 # On one level hitopk equals topk_allgather, and the other two equal dense.
 TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
 MOST_WORKERS = 4096
+# Options that are numbers: the name, the default, the unit, and what it says.
+OPTIONS = (
+    ("--latency", 50.0, "US", "latency of a node's link, in µs"),
+    ("--node-bandwidth", 200.0, "GBIT", "bandwidth of each GPU inside a node, in Gbit/s"),
+    ("--node-latency", 5.0, "US", "latency inside a node, in µs"),
+    ("--step-time", 0.0, "MS", "time of a step without communication, in ms"),
+    ("--selection-time", 0.0, "MS", "time that selection adds to a step, in ms; see `jsparse bench select`"),
+)
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "plan",
-        help="predict what each algorithm costs on a cluster, and name the cheapest one",
-        description=__doc__,
-        epilog="The model of the network has a latency and a bandwidth. Nothing overlaps: a step is computation, "
-        "selection (sparse algorithms only) and communication, one after the other.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.add_argument(
         "--parameters", type=whole_number, required=True, metavar="N", help="length of the gradient, such as 25e6"
     )
@@ -41,44 +47,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--bandwidth", type=float, required=True, metavar="GBIT", help="bandwidth of a node's link, in Gbit/s"
     )
-    parser.add_argument(
-        "--latency", type=float, default=50.0, metavar="US", help="latency of a node's link, in µs (default 50)"
-    )
-    parser.add_argument(
-        "--node-bandwidth",
-        type=float,
-        default=200.0,
-        metavar="GBIT",
-        help="bandwidth of each GPU inside a node, in Gbit/s (default 200)",
-    )
-    parser.add_argument(
-        "--node-latency", type=float, default=5.0, metavar="US", help="latency inside a node, in µs (default 5)"
-    )
-    parser.add_argument(
-        "--step-time",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="time of a step without communication, in ms (default 0)",
-    )
-    parser.add_argument(
-        "--selection-time",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="time that selection adds to a step, in ms (default 0; `jsparse bench select` measures it)",
-    )
+    for option, default, unit, what in OPTIONS:
+        text = f"{what} (default {default:g})"
+        parser.add_argument(option, type=float, default=default, metavar=unit, help=text)
     add_output_options(parser, plot="communication time against workers")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    output(args, predict(args), show, draw_times)
-
-
-def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """Predicts from the command's options; returns :func:`forecast`'s figures."""
     if args.step_time < 0 or args.selection_time < 0:
         raise ValueError(
             f"--step-time is {args.step_time} and --selection-time {args.selection_time}; "
@@ -86,7 +62,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         )
     alpha, beta = cost.link(args.bandwidth, args.latency)
     node = cost.Node(args.gpus_per_node, *cost.link(args.node_bandwidth, args.node_latency))
-    return forecast(args.parameters, args.density, args.workers, alpha, beta, node, args.step_time, args.selection_time)
+    times = args.step_time, args.selection_time
+    figures = forecast(args.parameters, args.density, args.workers, alpha, beta, node, *times)
+    output(args, figures, show, draw_times)
 
 
 def forecast(
@@ -178,14 +156,11 @@ def exact(name: str, n: int, density: float, workers: int, gpus: int) -> tuple[C
     found = preset_of(name, density)
     if found is None:
         return None
-    preset, options = presets()[found[0]], found[1]
-    params = jax.ShapeDtypeStruct((n,), jnp.float32)
-    tx: Any
-    if "intra" in inspect.signature(preset).parameters:
-        gpus = min(gpus, workers)
-        tx = preset("nodes", "gpus", **options)
-        return cost.exact(tx, params, (workers // gpus, gpus))
-    return cost.exact(preset("workers", **options), params, workers)
+    preset, options = found
+    tx = build(describe(preset, **options), ("nodes", "gpus"))
+    gpus = min(gpus, workers)
+    size = (workers // gpus, gpus) if len(tx.synchroniser.levels) == 2 else workers
+    return cost.exact(tx, jax.ShapeDtypeStruct((n,), jnp.float32), size)
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -193,14 +168,13 @@ def show(figures: dict[str, Any]) -> None:
     node = figures["node"]
     nodes = f" in nodes of {node['gpus']}" if node["gpus"] > 1 else ""
     table = rich.table.Table(
+        "algorithm",
+        *numbers("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"),
         title=f"n = {figures['parameters']:,}, k = {figures['k']:,}, {figures['workers']} workers{nodes}",
         caption="ms: predicted time of communication, expected under uniform indices; step ms: of a whole step. MB: "
         "predicted for the busiest worker. jsparse MB: what a worker sends in this library, at least and at most. "
         f"Not compared, because its replicas differ: {', '.join(cost.DIFFERING)}.",
     )
-    table.add_column("algorithm")
-    for column in ("messages", "MB", "best ms", "ms", "worst ms", "step ms", "over dense", "jsparse MB"):
-        table.add_column(column, justify="right")
     for result in figures["algorithms"]:
         times, sends = result["communication_ms"], result["sends_bytes"]
         table.add_row(
@@ -243,12 +217,11 @@ def verdict(figures: dict[str, Any]) -> str:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each algorithm's expected communication time against the number of workers."""
-    plt = pyplot()
     node = cost.Node(**figures["node"])
     powers = [2**i for i in range(MOST_WORKERS.bit_length())]
     sizes = [P for P in powers if 2 <= P < node.gpus] + [node.gpus * P for P in powers]
     sizes = [P for P in sizes if 2 <= P <= MOST_WORKERS]
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = subplots(size=(9, 6))
     compared = [name for name in names(node.gpus) if name not in cost.DIFFERING]
     for number, name in enumerate(compared):
         predictions = [
@@ -268,4 +241,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

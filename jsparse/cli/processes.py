@@ -49,10 +49,9 @@ def join(args: argparse.Namespace) -> None:
         raise ValueError(f"--distributed is {how}; it is neither HOST:PORT nor one of {', '.join(METHODS)}")
     if ":" in how and not 0 <= args.rank < args.processes:
         raise ValueError(f"--rank is {args.rank}: with {args.processes} processes it is from 0 to {args.processes - 1}")
-    method = None if how == "auto" else how
     where: dict[str, Any] = (
         {"coordinator_address": how, "num_processes": args.processes, "process_id": args.rank}
         if ":" in how
-        else {"cluster_detection_method": method}
+        else {"cluster_detection_method": None if how == "auto" else how}
     )
     jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)

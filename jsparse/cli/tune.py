@@ -20,7 +20,6 @@ import math
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +34,8 @@ from .._train.placement import state_specs
 from .._train.workers import init
 from .._vector.density import check_density
 from .._vector.random import key_of
-from ..bench.command import add_output_options, output, progress_bar, whole_number
+from ..bench.command import add_output_options, check_at_least, output, progress_bar, whole_number
+from ..bench.timing import timed
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
@@ -44,6 +44,7 @@ from .links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_o
 from .plan import forecast, preset_of
 from .tune_report import draw_times, recommended, show
 
+HELP = "measure this cluster, and choose an algorithm for it"
 # Lengths, in words, of the messages that measure the network.
 PAYLOADS = (1, 2**8, 2**12, 2**16, 2**20)
 
@@ -60,14 +61,8 @@ class Candidate(NamedTuple):
         return describe(self.preset, **self.options)
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command."""
-    parser = commands.add_parser(
-        "tune",
-        help="measure this cluster, and choose an algorithm for it",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--parameters", type=whole_number, metavar="N", help="length of the gradient, such as 25e6")
     what.add_argument(
@@ -101,16 +96,12 @@ def add_parser(commands: Any) -> None:
         help="file for the choice (default tune.json)",
     )
     add_output_options(parser, plot="the network's samples and the steps' times", figures="all figures")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command in this process."""
     check_density(args.density)
-    for option in ("parameters", "candidates", "repeats"):
-        number = getattr(args, option)
-        if number is not None and number < 1:
-            raise ValueError(f"--{option} is {number}; it is at least 1")
+    check_at_least(args, parameters=1, candidates=1, repeats=1)
     if args.step_time is not None and args.step_time < 0:
         raise ValueError(f"--step-time is {args.step_time}; it is in milliseconds, at least 0")
     processes.join(args)
@@ -183,9 +174,8 @@ def tune(
     between, inside = links[BETWEEN], links.get(INSIDE, Fit(0, 0, 0))
     node = cost.Node(mesh.shape.get(INSIDE, 1), inside.alpha, inside.beta)
     predicted = forecast(n, args.density, mesh.size, between.alpha, between.beta, node, step or 0.0, selection)
-    results = measure_candidates(args, mesh, n, step or 0.0, predicted, tell)
+    results = measure_candidates(args, mesh, predicted, tell)
     chosen = recommended(results)
-    content = chosen["file"]
     figures = {
         "workers": mesh.size,
         "nodes": mesh.shape[BETWEEN],
@@ -202,7 +192,7 @@ def tune(
         "dense_wins": chosen["preset"] in cost.DENSE,
         "times_faster_than_dense": chosen["times_faster_than_dense"],
     }
-    return figures, content
+    return figures, chosen["file"]
 
 
 def model_step(model: str, repeats: int) -> tuple[int, float]:
@@ -218,8 +208,7 @@ def model_step(model: str, repeats: int) -> tuple[int, float]:
     module, _, name = model.partition(":")
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), name)()
-        loss_fn, params, batch = made
+        loss_fn, params, batch = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"--model is {model!r} ({error}); it is MODULE:FUNCTION, a function without arguments that returns "
@@ -274,12 +263,7 @@ def selection_time(mesh: Mesh, n: int, density: float, repeats: int) -> float:
 
 
 def measure_candidates(
-    args: argparse.Namespace,
-    mesh: Mesh,
-    n: int,
-    step: float,
-    predicted: dict[str, Any],
-    tell: Callable[[str, float], None],
+    args: argparse.Namespace, mesh: Mesh, predicted: dict[str, Any], tell: Callable[[str, float], None]
 ) -> list[dict[str, Any]]:
     """Measures the dense algorithms, the most promising sparse ones, and variants of one of them.
 
@@ -288,8 +272,6 @@ def measure_candidates(
     Args:
       args: the command's options.
       mesh: the workers.
-      n: the gradient's length.
-      step: milliseconds of a step without communication.
       predicted: the figures of :func:`.plan.forecast`, whose fastest algorithms are measured.
       tell: as in :func:`tune`.
 
@@ -305,7 +287,7 @@ def measure_candidates(
             sparse.append(Candidate(name, *preset))
     first = [*dense, *sparse[: args.candidates]]
     total, results = len(first) + 3, []
-    acc = gradients(mesh, n)
+    acc = gradients(mesh, predicted["parameters"])
 
     def measured(candidate: Candidate) -> dict[str, Any]:
         tell(candidate.name, 0.35 + 0.65 * len(results) / total)
@@ -316,7 +298,7 @@ def measure_candidates(
             "preset": candidate.preset,
             "file": candidate.content(),
             "synchronisation_ms": {"median": median, "min": min(times), "max": max(times)},
-            "step_ms": step + median,
+            "step_ms": predicted["step_time_ms"] + median,
             "predicted_step_ms": expected.get(candidate.name),
         }
         results.append(result)
@@ -358,9 +340,8 @@ def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repe
     # Two steps do not count: the first one compiles, and so may the second, whose state is that
     # of a step.
     for number in range(repeats + 2):
-        start = time.perf_counter()
-        _, state = jax.block_until_ready(step(acc, state))
-        taken = agreed(time.perf_counter() - start)
+        ms, (_, state) = timed(step, acc, state)
+        slowest = agreed(ms)
         if number > 1:
-            times.append(1e3 * taken)
+            times.append(slowest)
     return times

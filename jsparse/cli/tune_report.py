@@ -7,7 +7,7 @@ import rich.console
 import rich.table
 
 from .. import cost
-from ..bench.command import pyplot
+from ..bench.command import numbers, subplots
 from .links import INSIDE
 from .plan import short
 
@@ -33,15 +33,14 @@ def show(figures: dict[str, Any]) -> None:
             f"{where}: {1e6 * link['alpha']:.3g} µs a message, {rate} (typical error {100 * link['error']:.0f} %)"
         )
     table = rich.table.Table(
+        "algorithm",
+        *numbers("synchronisation ms", "range", "step ms", "predicted ms", "over dense"),
         title=f"n = {predicted['parameters']:,}, k = {predicted['k']:,}, {figures['workers']} workers on "
         f"{figures['nodes']} nodes; {figures['device']}, jax {figures['jax']}",
         caption="synchronisation: selection and communication, measured. step: synchronisation and "
         f"{short(predicted['step_time_ms'])} ms of computation. predicted: the step as the model predicts it, with "
         f"{short(predicted['selection_time_ms'])} ms of selection.",
     )
-    table.add_column("algorithm")
-    for column in ("synchronisation ms", "range", "step ms", "predicted ms", "over dense"):
-        table.add_column(column, justify="right")
     for result in figures["measured"]:
         times, guess = result["synchronisation_ms"], result["predicted_step_ms"]
         table.add_row(
@@ -79,8 +78,7 @@ def verdict(figures: dict[str, Any]) -> str:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws the network's samples with the fitted lines, and each algorithm's step time."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, (left, right) = subplots(1, 2, size=(12, 5))
     for name, samples in figures["samples"].items():
         link = figures["links"][name]
         for number, what in enumerate(dict.fromkeys(sample["what"] for sample in samples)):
@@ -102,4 +100,3 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     right.set(xlabel="ms a step", title=f"n = {figures['predicted']['parameters']:,}, density {figures['density']}")
     right.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -136,14 +136,12 @@ def predict(algorithm: str, n: int, k: int, P: int, alpha: float, beta: float, *
     if P == gpus > 1:
         alpha, beta = node.alpha, node.beta
     sent = MODELS[algorithm](Cluster(n, k, P, gpus))
-    messages, words, seconds = (
-        np.broadcast_to(figure, 3).astype(float).tolist()
-        for figure in (
-            sent.messages + sent.inner_messages,
-            sent.words + sent.inner_words,
-            sent.messages * alpha + sent.link * beta + sent.inner_messages * node.alpha + sent.inner_words * node.beta,
-        )
+    figures = (
+        sent.messages + sent.inner_messages,
+        sent.words + sent.inner_words,
+        sent.messages * alpha + sent.link * beta + sent.inner_messages * node.alpha + sent.inner_words * node.beta,
     )
+    messages, words, seconds = (np.broadcast_to(figure, 3).astype(float).tolist() for figure in figures)
     return Prediction(algorithm, *map(Load, messages, words, seconds))
 
 

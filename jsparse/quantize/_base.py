@@ -1,12 +1,10 @@
 """The protocol of quantizers, and the functions that they share."""
 
 import dataclasses
-import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 WORD = 32
@@ -26,17 +24,9 @@ class Quantizer(Protocol):
       unbiased: whether the expectation of the decoded values is the encoded values.
     """
 
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def elementwise(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    lossless: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         """Encodes values as a message of int32 words.
@@ -63,21 +53,14 @@ class Quantizer(Protocol):
 class Exact(Quantizer):
     """Sends values as they are, lossless: 4 bytes each for float32, 8 bytes for float64."""
 
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def elementwise(self) -> bool:
-        return True
+    lossless = True
+    elementwise = True
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(values, jnp.int32).reshape(-1)
+        return values.view(jnp.int32)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        width = jnp.dtype(dtype).itemsize // 4
-        message = message[: width * m]
-        return lax.bitcast_convert_type(message.reshape(m, width) if width > 1 else message, dtype)
+        return message[: self.words(m, dtype)].view(dtype)
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return m * jnp.dtype(dtype).itemsize // 4
@@ -110,12 +93,12 @@ def pack_digits(digits: jax.Array, base: int) -> jax.Array:
     total = stretches[0]
     for i in range(1, stretches.shape[0]):
         total = total + stretches[i] * jnp.uint32(base**i)
-    return lax.bitcast_convert_type(total, jnp.int32)
+    return total.view(jnp.int32)
 
 
 def unpack_digits(words: jax.Array, m: int, base: int) -> jax.Array:
     """Unpacks the ``m`` digits of words that :func:`pack_digits` made: int32, shape ``(m,)``."""
-    rest, stretches = lax.bitcast_convert_type(words[: packed_words(m, base)], jnp.uint32), []
+    rest, stretches = words[: packed_words(m, base)].view(jnp.uint32), []
     for _ in range(digits_in_word(base)):
         stretches.append((rest % base).astype(jnp.int32))
         rest = rest // base
@@ -136,50 +119,44 @@ def bucket_length(m: int, bucket: int | None) -> int:
     return max(m, 1) if bucket is None else bucket
 
 
-def buckets(m: int, bucket: int | None) -> int:
-    return -(-m // bucket_length(m, bucket))
+class Scaled(Quantizer):
+    """A quantizer whose message has a scale for each bucket, and a digit for each value.
 
-
-def check_bucket(bucket: int | None) -> None:
-    if bucket is not None and bucket < 1:
-        raise ValueError(
-            f"bucket is {bucket}; it must be the number of values that share a scale, at least 1, "
-            "or None for one scale for all values"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    """The message of most quantizers: a scale for each bucket, and a digit for each value.
-
-    Attributes:
-      base: the number of values that a digit can have.
-      bucket: the number of values that share a scale; None for one scale for all values.
+    A subclass has ``bucket``, the number of values that share a scale (None for one scale for all
+    values), and ``_base``, the number of values that a digit can have.
     """
 
-    base: int
     bucket: int | None
+    _base: int
 
-    def encode(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
-        """Encodes ``m`` values as words.
+    def __post_init__(self):
+        if self.bucket is not None and self.bucket < 1:
+            raise ValueError(
+                f"bucket is {self.bucket}; it must be the number of values that share a scale, at least 1, "
+                "or None for one scale for all values"
+            )
+
+    def words(self, m: int, dtype: DTypeLike) -> int:
+        return self._scale_words(m, dtype) + packed_words(m, self._base)
+
+    def _pack(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
+        """Packs ``m`` values into words.
 
         Args:
           scales: shape ``(buckets,)``.
           digits: shape ``(buckets, bucket)``.
           m: the number of values.
         """
-        head = lax.bitcast_convert_type(scales, jnp.int32).reshape(-1)
-        return jnp.concatenate([head, pack_digits(digits.reshape(-1)[:m], self.base)])
+        return jnp.concatenate([scales.view(jnp.int32), pack_digits(digits.reshape(-1)[:m], self._base)])
 
-    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Decodes ``(scales, digits)``, of shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
-        count = buckets(m, self.bucket)
-        head = count * jnp.dtype(dtype).itemsize // 4
-        scales = Exact().decode(message[:head], count, dtype)
-        return scales[:, None], in_buckets(unpack_digits(message[head:], m, self.base), self.bucket)
+    def _unpack(self, message: jax.Array, m: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Unpacks ``(scales, digits)``, of shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
+        head = self._scale_words(m, dtype)
+        digits = unpack_digits(message[head:], m, self._base)
+        return message[:head].view(dtype)[:, None], in_buckets(digits, self.bucket)
 
-    def words(self, m: int, dtype: DTypeLike) -> int:
-        return buckets(m, self.bucket) * jnp.dtype(dtype).itemsize // 4 + packed_words(m, self.base)
+    def _scale_words(self, m: int, dtype: DTypeLike) -> int:
+        return Exact().words(-(-m // bucket_length(m, self.bucket)), dtype)
 
 
 def row_maximum(rows: jax.Array) -> jax.Array:
@@ -212,16 +189,3 @@ def share(rows: jax.Array, whole: jax.Array) -> jax.Array:
     # number.
     whole = whole / 8
     return jnp.abs(rows / 8) / jnp.where(whole < jnp.finfo(whole.dtype).tiny, 1, whole)[:, None]
-
-
-def check_levels(levels: int, most: int = 2**15) -> None:
-    if not 1 <= levels <= most:
-        raise ValueError(f"levels is {levels}; it must be the number of steps from zero to the scale, from 1 to {most}")
-
-
-def variance_factor(m: int, levels: int) -> float:
-    """ω, the bound of the variance of stochastic rounding to levels (QSGD, Lemma 3.1).
-
-    The variance is at most ω times the square of the vector's norm.
-    """
-    return min(m / levels**2, math.sqrt(m) / levels)

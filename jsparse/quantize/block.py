@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, share
+from ._base import Scaled, in_buckets, row_maximum, share
 
 LEVELS = 127
 
 
 @dataclasses.dataclass(frozen=True)
-class Block8(Quantizer):
+class Block8(Scaled):
     """Rounds each value to a multiple of 1/127 of the largest magnitude of its bucket.
 
     A value takes one byte.
@@ -27,22 +27,14 @@ class Block8(Quantizer):
 
     bucket: int | None = 256
 
-    def __post_init__(self):
-        check_bucket(self.bucket)
+    _base = 2**8
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         rows = in_buckets(values, self.bucket)
         scale = row_maximum(rows)
         signed = jnp.sign(rows) * jnp.round(LEVELS * share(rows, scale))
-        return self._layout.encode(scale, jnp.where(jnp.isfinite(signed), signed, 0) + LEVELS, values.shape[0])
+        return self._pack(scale, jnp.where(jnp.isfinite(signed), signed, 0) + LEVELS, values.shape[0])
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._layout.decode(message, m, dtype)
+        scale, digits = self._unpack(message, m, dtype)
         return (scale * ((digits - LEVELS).astype(dtype) / LEVELS)).reshape(-1)[:m]
-
-    def words(self, m: int, dtype: DTypeLike) -> int:
-        return self._layout.words(m, dtype)
-
-    @property
-    def _layout(self) -> Scaled:
-        return Scaled(2**8, self.bucket)

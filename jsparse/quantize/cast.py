@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from ._base import Quantizer
@@ -15,21 +14,16 @@ from ._base import Quantizer
 class _Cast(Quantizer):
     """Rounds each value to the nearest value of a narrow type, and packs two in a word."""
 
+    elementwise = True
     dtype: ClassVar[Any]
-
-    @property
-    def elementwise(self) -> bool:
-        return True
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         most = jnp.finfo(self.dtype).max.astype(values.dtype)
         narrow = jnp.where(jnp.isinf(values), values, jnp.clip(values, -most, most)).astype(self.dtype)
-        halves = lax.bitcast_convert_type(jnp.pad(narrow, (0, narrow.shape[0] % 2)), jnp.uint16)
-        return lax.bitcast_convert_type(halves.reshape(-1, 2), jnp.int32)
+        return jnp.pad(narrow, (0, narrow.shape[0] % 2)).view(jnp.int32)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        halves = lax.bitcast_convert_type(message[: -(-m // 2)], jnp.uint16).reshape(-1)[:m]
-        return lax.bitcast_convert_type(halves, self.dtype).astype(dtype)
+        return message[: self.words(m, dtype)].view(self.dtype)[:m].astype(dtype)
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return -(-m // 2)

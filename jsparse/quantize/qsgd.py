@@ -1,6 +1,7 @@
 """QSGD and TernGrad: unbiased stochastic rounding to levels."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -8,22 +9,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._vector.random import uniform
-from ._base import (
-    Quantizer,
-    Scaled,
-    bucket_length,
-    check_bucket,
-    check_levels,
-    in_buckets,
-    row_maximum,
-    share,
-    total,
-    variance_factor,
-)
+from ._base import Scaled, bucket_length, in_buckets, row_maximum, share, total
+
+MOST_LEVELS = 2**15
 
 
 @dataclasses.dataclass(frozen=True)
-class QSGD(Quantizer):
+class QSGD(Scaled):
     """Rounds each value at random to one of the two levels next to it, without bias.
 
     The expectation of the rounded value is the value. A value v in a bucket with scale s becomes
@@ -57,8 +49,12 @@ class QSGD(Quantizer):
     seed: int = 0
 
     def __post_init__(self):
-        check_levels(self.levels)
-        check_bucket(self.bucket)
+        if not 1 <= self.levels <= MOST_LEVELS:
+            raise ValueError(
+                f"levels is {self.levels}; it must be the number of steps from zero to the scale, "
+                f"from 1 to {MOST_LEVELS}"
+            )
+        super().__post_init__()
         if self.scale not in ("norm", "max"):
             raise ValueError(f'scale is {self.scale!r}; it must be "norm" or "max"')
 
@@ -77,21 +73,18 @@ class QSGD(Quantizer):
         draw = uniform(key, rows.size).reshape(rows.shape).astype(values.dtype)
         level = jnp.minimum(jnp.floor(exact + draw), self.levels)
         signed = jnp.where(rows < 0, -level, level)
-        return self._layout.encode(scale, jnp.where(jnp.isfinite(signed), signed, 0) + self.levels, values.shape[0])
+        return self._pack(scale, jnp.where(jnp.isfinite(signed), signed, 0) + self.levels, values.shape[0])
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._layout.decode(message, m, dtype)
+        scale, digits = self._unpack(message, m, dtype)
         part = (digits - self.levels).astype(dtype) / self.levels
         if self.contract:
             part = part / (1 + variance_factor(bucket_length(m, self.bucket), self.levels))
         return (scale * part).reshape(-1)[:m]
 
-    def words(self, m: int, dtype: DTypeLike) -> int:
-        return self._layout.words(m, dtype)
-
     @property
-    def _layout(self) -> Scaled:
-        return Scaled(2 * self.levels + 1, self.bucket)
+    def _base(self) -> int:
+        return 2 * self.levels + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,3 +102,11 @@ class TernGrad(QSGD):
     levels: int = dataclasses.field(default=1, init=False)
     bucket: int | None = None
     scale: Literal["norm", "max"] = dataclasses.field(default="max", init=False)
+
+
+def variance_factor(m: int, levels: int) -> float:
+    """ω, the bound of the variance of stochastic rounding to levels (QSGD, Lemma 3.1).
+
+    The variance is at most ω times the square of the vector's norm.
+    """
+    return min(m / levels**2, math.sqrt(m) / levels)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._base import Quantizer, Scaled, check_bucket, in_buckets, row_maximum, share, total
+from ._base import Scaled, in_buckets, row_maximum, share, total
 
 
 @dataclasses.dataclass(frozen=True)
-class Sign(Quantizer):
+class Sign(Scaled):
     """Replaces each value by its sign times the mean magnitude of the values in its bucket.
 
     It is biased, and needs error feedback to converge.
@@ -30,9 +30,6 @@ class Sign(Quantizer):
     bucket: int | None = 512
     zeros: bool = True
 
-    def __post_init__(self):
-        check_bucket(self.bucket)
-
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         rows, m = in_buckets(values, self.bucket), values.shape[0]
         most = row_maximum(rows)
@@ -42,16 +39,13 @@ class Sign(Quantizer):
         mean = most * (total(share(rows, most)) / count)
         scale = jnp.where(jnp.isfinite(most), mean, most)
         digits = jnp.sign(rows) + 1 if self.zeros else rows >= 0
-        return self._layout.encode(scale, jnp.where(jnp.isfinite(rows), digits, 0), m)
+        return self._pack(scale, jnp.where(jnp.isfinite(rows), digits, 0), m)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._layout.decode(message, m, dtype)
+        scale, digits = self._unpack(message, m, dtype)
         signs = digits - 1 if self.zeros else 2 * digits - 1
         return (scale * signs.astype(dtype)).reshape(-1)[:m]
 
-    def words(self, m: int, dtype: DTypeLike) -> int:
-        return self._layout.words(m, dtype)
-
     @property
-    def _layout(self) -> Scaled:
-        return Scaled(3 if self.zeros else 2, self.bucket)
+    def _base(self) -> int:
+        return 3 if self.zeros else 2

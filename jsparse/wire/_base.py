@@ -22,17 +22,9 @@ class Wire:
       unbiased: whether values are rounded at random, right in expectation.
     """
 
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def elementwise(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    lossless = False
+    elementwise = False
+    unbiased = False
 
     def encode(self, x: SparseVector, step: jax.Array) -> jax.Array:
         """Lays out each run as one row of int32.

@@ -68,17 +68,17 @@ class Compact(Wire):
         upper = bitmap.mark(jnp.zeros(_upper_words(x.capacity, x.n, low), jnp.uint32), places)
         # The random numbers depend on the values as well, so workers that send equal runs send
         # equal bits.
-        bits = lax.bitcast_convert_type(x.values, jnp.uint32)
-        key = key_of(getattr(self.values, "seed", 0), step, jnp.sum(bits, dtype=jnp.uint32))
+        total = jnp.sum(x.values.view(jnp.uint32), dtype=jnp.uint32)
+        key = key_of(getattr(self.values, "seed", 0), step, total)
         values = self.values.encode(x.values, key)
-        return jnp.concatenate([lax.bitcast_convert_type(upper, jnp.int32), *fields, values])
+        return jnp.concatenate([upper.view(jnp.int32), *fields, values])
 
     def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
         if message.ndim > 1:
             return jax.vmap(lambda row: self.decode(row, capacity, n, dtype))(message)
         low = _low_bits(capacity, n)
         begin = _upper_words(capacity, n, low)
-        places, _ = bitmap.members(lax.bitcast_convert_type(message[:begin], jnp.uint32), capacity, fill=0)
+        places, _ = bitmap.members(message[:begin].view(jnp.uint32), capacity, fill=0)
         indices = places - lax.iota(jnp.int32, capacity) << low
         for shift, width in _fields(low):
             end = begin + packed_words(capacity, 1 << width)

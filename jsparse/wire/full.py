@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from .._vector.sparse_vector import SparseVector
@@ -22,27 +21,18 @@ class Full(Wire):
     (4,)
     """
 
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def elementwise(self) -> bool:
-        return True
+    lossless = True
+    elementwise = True
 
     def encode(self, x: SparseVector, step: jax.Array) -> jax.Array:
-        values = lax.bitcast_convert_type(x.values, jnp.int32)
-        return jnp.concatenate([values.reshape(*x.indices.shape[:-1], -1), x.indices], axis=-1)
+        return jnp.concatenate([x.values.view(jnp.int32), x.indices], axis=-1)
 
     def decode(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> SparseVector:
         indices = message[..., message.shape[-1] - capacity :]
         return SparseVector(self.decode_values(message, capacity, n, dtype), indices, n)
 
     def decode_values(self, message: jax.Array, capacity: int, n: int, dtype: DTypeLike) -> jax.Array:
-        values = message[..., : message.shape[-1] - capacity]
-        if jnp.dtype(dtype).itemsize > 4:
-            values = values.reshape(*values.shape[:-1], capacity, -1)
-        return lax.bitcast_convert_type(values, dtype)
+        return message[..., : message.shape[-1] - capacity].view(dtype)
 
     def words(self, capacity: int, n: int, dtype: DTypeLike) -> int:
         return capacity * (jnp.dtype(dtype).itemsize // 4 + 1)
