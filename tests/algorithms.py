@@ -390,7 +390,7 @@ ROWS = [
     ),
     Row("oktopk-reused", oktopk_selecting(select.ReusedThreshold), sizes=(2, 7), bound=oktopk_bound),
     Row(
-        "oktopk-reused-plain",
+        "oktopk-reused-uncorrected",
         oktopk_selecting(lambda density: select.ReusedThreshold(density, 4, correct=False)),
         oracles.oktopk,
         (2, 7),
