@@ -98,16 +98,19 @@ def simulate(
     for _ in range(args.steps):
         batch = rng.integers(len(task.images.train_y), size=(workers, args.batch))
         grads = task.gradients(params, task.images.train_x[batch], task.images.train_y[batch])
+        before = states
         params, states, momentum, selected = step(params, states, momentum, grads)
         sender, index = np.nonzero(selected)
         figures = {"union": len(np.unique(index))}
         reduced = states.buckets[0].reducer.reduce
         if reduced:
+            # The regions of a step are in the state before it.
+            starts = np.asarray(before.buckets[0].reducer.reduce.starts[0])
             parts = np.asarray(reduced.part)
             figures |= {
                 "updated": int(states.report.updated[0, 0]),
                 "equal": busiest(sender, index, selected.shape[1] * np.arange(workers) // workers),
-                "balanced": busiest(sender, index, np.asarray(reduced.starts[0])),
+                "balanced": busiest(sender, index, starts),
                 "part": float(parts.max() / parts.mean()),
             }
         steps.append(figures)
@@ -225,9 +228,7 @@ def main(argv: list[str] | None = None) -> None:
         help="k / n (default 0.01 0.02); Ok-Topk runs at the first",
     )
     parser.add_argument("--steps", type=int, default=30, help="training steps (default 30)")
-    parser.add_argument(
-        "--tau-region", type=int, default=10, help="steps between repartitions (default 10; 64 suits long trainings)"
-    )
+    parser.add_argument("--tau-region", type=int, default=1, help="steps between repartitions (default 1)")
     parser.add_argument("--batch", type=int, default=16, help="examples a worker and step (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")

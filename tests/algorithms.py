@@ -364,7 +364,7 @@ ROWS = [
         oracles.oktopk,
         bound=oktopk_bound,
         card=Card(
-            "Ok-Topk (Li and Hoefler, PPoPP 2022)", "at most `24k(P-1)/P + 64P + 2048`", "n", "bandwidth decides"
+            "Ok-Topk (Li and Hoefler, PPoPP 2022)", "at most `32k(P-1)/P + 64P + 2048`", "n", "bandwidth decides"
         ),
     ),
     Row(
