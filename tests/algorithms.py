@@ -9,6 +9,7 @@ import pytest
 
 import jsparse
 import oracles
+from jsparse._vector.random import key_of, uniform
 
 DENSITY = 0.05
 
@@ -43,9 +44,12 @@ class Row:
         Where replicas differ, it gets the gradients alone, and gives each worker's update.
       sizes: the numbers of workers for which it is tested.
       sparse: whether it selects, so that it has a residual.
+      keeps: whether it keeps what is not delivered; if not, that is lost.
       bound: the most words that a worker may send in a step: a function of n, k and P; None
         without such a bound.
       oracle_args: further arguments of the oracle.
+      selects: the oracle of its selector: ``(acc, step, rank, last)`` to ascending indices, where
+        ``last`` is the worker's threshold before the step; None for the exact top-k.
       exact: whether integers stay integers, so that their sums can be compared exactly.
       gpus: over two levels, the workers in a node for each number of workers; ``make`` is then
         given two axes.
@@ -66,8 +70,10 @@ class Row:
     oracle: Callable[..., Any] | None = None
     sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 16)
     sparse: bool = True
+    keeps: bool = True
     bound: Callable[[int, int, int], float] | None = None
     oracle_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    selects: Callable[..., Any] | None = None
     gpus: Mapping[int, int] | None = None
     exact: bool = True
     scale: int = 1
@@ -159,6 +165,10 @@ def hitopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
     return lambda axes, density: jsparse.hitopk(*axes, density=density, select=make(density))
 
 
+def gaussiank(adjust: Literal["oktopk", "never"]) -> Callable[..., jsparse.SparseAllReduce]:
+    return lambda comm, density: jsparse.gaussiank(comm, select=select.GaussianThreshold(density, adjust))
+
+
 def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jsparse.SparseAllReduce]:
     """Of rank 2; at density 1 of a rank at which factors are longer than matrices, so all goes
     densely.
@@ -185,6 +195,17 @@ def oktopk_form(**kwargs: Any) -> Callable[..., jsparse.SparseAllReduce]:
 
 def topk_allgather_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
     return lambda comm, density: jsparse.topk_allgather(comm, density=density, select=make(density))
+
+
+def stochastic(acc: Any, step: int, rank: int, last: float) -> Any:
+    """The oracle of ``StochasticTopK(DENSITY, bucket=64)``."""
+    numbers = uniform(key_of(0, step, rank), len(acc))
+    return oracles.stochastic_in_buckets(acc, round(DENSITY * len(acc)), numbers, bucket=64, step=step)
+
+
+def reused(acc: Any, step: int, rank: int, last: float) -> Any:
+    """The oracle of ``ReusedThreshold(DENSITY, 4, correct=False)``."""
+    return oracles.reused_threshold(acc, round(DENSITY * len(acc)), last, step, 4)
 
 
 def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.SparseAllReduce]:
@@ -215,6 +236,7 @@ BF16, BLOCKS, LEVELS = quantize.BFloat16(), quantize.Block8(64), quantize.QSGD(7
 # Nodes by workers: 1x1, 1x2, 1x3, 2x2, 5x1, 7x1, 2x4, 4x4, 8x8, 16x16; and 1x7, 4x2, 16x4, 64x4.
 GPUS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 7: 1, 8: 4, 16: 4, 64: 8, 256: 16}
 OTHER_GPUS = {7: 7, 8: 2, 64: 4, 256: 4}
+SEARCHES = {"searches": 30}  # Of MSTopK.
 ROWS = [
     Row(
         "dense",
@@ -283,10 +305,27 @@ ROWS = [
         card=Card("Gaussian-k (Shi et al., 2019)", "`8k(P-1)`", "n", "to compare"),
     ),
     Row(
+        "gaussiank-oktopk",
+        gaussiank(adjust="oktopk"),
+        oracles.gaussiank,
+        (3, 8),
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        oracle_args={"adjust": "oktopk"},
+    ),
+    Row(
+        "gaussiank-never",
+        gaussiank(adjust="never"),
+        oracles.gaussiank,
+        (3, 8),
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        oracle_args={"adjust": "never"},
+    ),
+    Row(
         "hitopk",
         hitopk(),
-        oracles.hitopk_ms,
+        oracles.hitopk,
         bound=hitopk_bound,
+        oracle_args=SEARCHES,
         gpus=GPUS,
         card=Card(
             "HiTopKComm with MSTopK (Shi et al., MLSys 2021)",
@@ -295,7 +334,25 @@ ROWS = [
             "nodes of several GPUs",
         ),
     ),
-    Row("hitopk-wide", hitopk(), oracles.hitopk_ms, (7, 8), bound=hitopk_bound, gpus=OTHER_GPUS),
+    Row(
+        "hitopk-wide",
+        hitopk(),
+        oracles.hitopk,
+        (7, 8),
+        bound=hitopk_bound,
+        oracle_args=SEARCHES,
+        gpus=OTHER_GPUS,
+    ),
+    Row(
+        "hitopk-no_feedback",
+        hitopk(error_feedback=False),
+        oracles.hitopk,
+        (4, 7),
+        keeps=False,
+        bound=hitopk_bound,
+        oracle_args=SEARCHES,
+        gpus=GPUS,
+    ),
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
         "hitopk-oktopk",
@@ -335,6 +392,14 @@ ROWS = [
         )
     ),
     Row("oktopk-reused", oktopk_selecting(select.ReusedThreshold), sizes=(2, 7), bound=oktopk_bound),
+    Row(
+        "oktopk-reused-uncorrected",
+        oktopk_selecting(lambda density: select.ReusedThreshold(density, 4, correct=False)),
+        oracles.oktopk,
+        (2, 7),
+        bound=oktopk_bound,
+        selects=reused,
+    ),
     Row("oktopk-sampled", oktopk_selecting(select.SampledThreshold), sizes=(2, 7), bound=oktopk_bound),
     Row(
         "oktopk-fixed",
@@ -403,6 +468,13 @@ ROWS = [
             "workers select the same indices",
             aliases=("topk_dsa",),
         ),
+    ),
+    Row(
+        "ssar_recursive_doubling-stochastic",
+        lambda comm, density: jsparse.ssar_recursive_doubling(comm, select=select.StochasticTopK(density, bucket=64)),
+        oracles.topk_allgather,
+        (3, 8),
+        selects=stochastic,
     ),
     Row("topk_dsa", lambda comm, density: jsparse.topk_dsa(comm, density=density), oracles.topk_allgather, (4,)),
     Row(

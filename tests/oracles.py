@@ -63,6 +63,34 @@ def ms_top_k(x: np.ndarray, k: int, searches: int, turn: int) -> np.ndarray:
     return np.sort(np.concatenate([above, np.roll(between, -(turn * missing % max(len(between), 1)))[:missing]]))
 
 
+def ms_top_k_as_printed(x: np.ndarray, k: int, searches: int, rng: np.random.Generator) -> np.ndarray:
+    """Algorithm 1 of MSTopK, line by line: ascending indices.
+
+    If every probe finds more than k elements, ``thres1`` stays 0, and all elements are chosen.
+    """
+    a = np.abs(x.astype(np.float64))
+    mean, u = a.mean(), a.max()
+    l, r = 0.0, 1.0
+    k1, k2 = 0, len(x)
+    thres1 = thres2 = 0.0
+    for _ in range(searches):
+        ratio = l + (r - l) / 2
+        thres = mean + ratio * (u - mean)
+        nnz = np.count_nonzero(a >= thres)
+        if nnz <= k:
+            r = ratio
+            if nnz > k1:
+                k1, thres1 = nnz, thres
+        else:
+            l = ratio
+            if nnz < k2:
+                k2, thres2 = nnz, thres
+    first = np.flatnonzero(a >= thres1)
+    second = np.flatnonzero((a < thres1) & (a >= thres2))
+    rand = rng.integers(max(1, len(second) - (k - k1) + 1))
+    return np.sort(np.concatenate([first, second[rand : rand + k - k1]]))
+
+
 def dgc_thresholds(acc: np.ndarray, density: float, stride: int) -> list[float]:
     """DGC's threshold for each first element of its sample.
 
@@ -95,16 +123,55 @@ def stochastic_probabilities(v: np.ndarray, k: int, rule: str) -> np.ndarray:
     return k * (v + epsilon) / (one + n * epsilon)
 
 
+def stochastic_in_buckets(
+    v: np.ndarray, k: int, numbers: np.ndarray, *, bucket: int, step: int, rule: str = "exact"
+) -> np.ndarray:
+    """The thesis's selector, section 4.3.3: ascending indices.
+
+    An element is drawn if its number is below its probability by the norms of its bucket. The
+    first drawn elements of a bucket are taken, up to its share of k. Shares that are no whole
+    numbers go round by multiples of the golden ratio.
+    """
+    n = len(v)
+    turn = int(np.float32(step * 2654435769 % 2**32 // 2**8) * np.float32(n / 2**24))
+    chosen = []
+    for begin in range(0, n, bucket):
+        part = v[begin : begin + bucket]
+        share = ((begin + len(part)) * k + turn) // n - (begin * k + turn) // n
+        if share == 0 or not part.any():
+            continue
+        certain = share >= len(part)
+        probability = np.ones(len(part)) if certain else stochastic_probabilities(part, share, rule)
+        drawn = (numbers[begin : begin + bucket] < probability) | (probability > 1 - 1e-9)
+        chosen.append(begin + np.flatnonzero(drawn & (part != 0))[:share])
+    return np.concatenate([*chosen, np.zeros(0, int)])
+
+
+def reused_threshold(acc: np.ndarray, k: int, last: float, step: int, period: int) -> np.ndarray:
+    """Lines 2 to 4 of Ok-Topk's Algorithm 1, and what they select: ascending indices.
+
+    ``last`` is the threshold of the step before. If more than k elements reach the threshold, k of
+    them are taken, others in each step.
+    """
+    magnitudes = np.abs(acc)
+    threshold = np.sort(magnitudes)[-k] if step % period == 0 or last == 0 else last
+    chosen = np.flatnonzero((magnitudes >= threshold) & (acc != 0))
+    return np.sort(np.roll(chosen, -(step * k % len(chosen)))[:k]) if len(chosen) > k else chosen
+
+
 def dense(accs: np.ndarray, **_) -> Expected:
     return Expected(accs.sum(0, dtype=accs.dtype), accs)
 
 
-def topk_allgather(accs: np.ndarray, *, density: float, **_) -> Expected:
-    """TopkA: every worker's top-k, added in the order of ranks."""
+def topk_allgather(accs: np.ndarray, *, density: float, selected: list[np.ndarray] | None = None, **_) -> Expected:
+    """TopkA: every worker's top-k, added in the order of ranks.
+
+    ``selected`` replaces the top-k.
+    """
     k = max(1, round(density * accs.shape[1]))
     delivered = np.zeros_like(accs)
     for worker, acc in enumerate(accs):
-        chosen = top_k(acc, k)
+        chosen = top_k(acc, k) if selected is None else selected[worker]
         delivered[worker, chosen] = acc[chosen]
     return Expected(_ordered_sum(delivered), delivered)
 
@@ -125,46 +192,33 @@ def torus(accs: np.ndarray, *, gpus: int, **_) -> Expected:
     return Expected(total, accs)
 
 
-def hitopk(accs: np.ndarray, *, density: float, gpus: int, **_) -> Expected:
+def hitopk(accs: np.ndarray, *, density: float, gpus: int, step: int, searches: int | None = None, **_) -> Expected:
     """HiTopKComm, Algorithm 2 from line 5 on: the top-k of each shard of a node's sum, added.
 
     They are added between the nodes. The row of ``accs`` for worker ``j`` of a node is its shard
-    of the sum (lines 2 to 4), with zeros elsewhere.
+    of the sum (lines 2 to 4), with zeros elsewhere. With ``searches`` MSTopK selects.
     """
     n = accs.shape[1]
     shard = math.ceil(n / gpus)
     delivered = np.zeros_like(accs)
     for worker, acc in enumerate(accs):
-        begin = worker % gpus * shard
-        chosen = begin + top_k(acc[begin : begin + shard], max(1, round(density * shard)))
+        begin, k = worker % gpus * shard, max(1, round(density * shard))
+        part = np.pad(acc, (0, shard))[begin : begin + shard]
+        chosen = begin + (top_k(part, k) if searches is None else ms_top_k(part, k, searches, step))
         delivered[worker, chosen] = acc[chosen]
     return Expected(_ordered_sum(delivered), delivered)
 
 
-def hitopk_ms(accs: np.ndarray, *, density: float, gpus: int, delivered: np.ndarray, **_) -> Expected:
-    """HiTopKComm with MSTopK, which may choose among elements near the k-th magnitude.
-
-    Here it may choose only among those that tie. ``delivered`` is what was chosen. This function
-    checks it before using it: it must be k elements of each shard, as large as the top-k.
-    """
-    shard = math.ceil(accs.shape[1] / gpus)
-    for worker, acc in enumerate(accs):
-        part = slice(worker % gpus * shard, (worker % gpus + 1) * shard)
-        exact = acc[part][top_k(acc[part], max(1, round(density * shard)))]
-        chosen = np.flatnonzero(delivered[worker])
-        assert set(delivered[worker, chosen] / acc[chosen]) <= {1}
-        np.testing.assert_array_equal(np.sort(np.abs(delivered[worker, chosen])), np.sort(np.abs(exact)))
-    return Expected(_ordered_sum(delivered), delivered)
-
-
-def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndarray, **_) -> Expected:
+def gaussiank(
+    accs: np.ndarray, *, density: float, step: int, threshold: np.ndarray, adjust: str = "enough", **_
+) -> Expected:
     """Gaussian-k: elements beyond a quantile of a normal distribution.
 
-    The threshold is raised while more than 4k/3 elements reach it, and lowered until 3k/4 do.
+    The threshold is adjusted by :func:`adjusted`.
 
     ``threshold`` are the workers' own thresholds. This function checks them against its own before
-    it uses them, because a tie may depend on the last bit. A threshold that differs by steps of a
-    tenth must be explained by such a tie.
+    it uses them, because a tie may depend on the last bit. A threshold that differs by steps of
+    its rule must be explained by such a tie.
     """
     k = max(1, round(density * accs.shape[1]))
     delivered = np.zeros_like(accs)
@@ -172,16 +226,12 @@ def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndar
         own = abs(acc.mean()) + statistics.NormalDist(sigma=max(acc.std(), 1e-300)).inv_cdf(1 - density / 2)
         own = min(own, np.abs(acc).max())
         magnitudes = np.abs(acc)
-        rounds = 0
-        while own and np.count_nonzero(magnitudes >= own) > 4 / 3 * k and rounds < 66:
-            own, rounds = own / 0.9, rounds + 1
-        rounds = 0
-        while own and np.count_nonzero(magnitudes >= own) < 3 / 4 * k and rounds < 66:
-            own, rounds = own * 0.9, rounds + 1
+        own = adjusted(magnitudes, k, own, adjust) if own else own
+        step_down = {"enough": 0.9, "oktopk": 1 / 1.02, "never": 1.0}[adjust]
         if own and abs(threshold[worker] / own - 1) > 1e-4:
             hangs = [
                 np.count_nonzero(magnitudes >= t * (1 - 1e-5)) != np.count_nonzero(magnitudes >= t * (1 + 1e-5))
-                for t in (own * 0.9, own, own / 0.9)
+                for t in (own * step_down, own, own / step_down)
             ]
             assert any(hangs) or own < 1e-2, (worker, threshold[worker], own)
         chosen = np.flatnonzero((np.abs(accs[worker]) >= threshold[worker]) & (accs[worker] != 0))
@@ -189,6 +239,39 @@ def gaussiank(accs: np.ndarray, *, density: float, step: int, threshold: np.ndar
             chosen = np.roll(chosen, -(step * k % len(chosen)))[:k]
         delivered[worker, chosen] = accs[worker, chosen]
     return Expected(_ordered_sum(delivered), delivered)
+
+
+def adjusted(magnitudes: np.ndarray, k: int, threshold: float, rule: str) -> float:
+    """Gaussian-k's threshold: raised while too many elements reach it, then lowered while too few
+    do.
+    """
+    least, most, factor, limit = {
+        "enough": (3 / 4, 4 / 3, 0.9, 66),
+        "oktopk": (3 / 4, 5 / 4, 1 / 1.02, 20),
+        "never": (0, 1, 1, 0),
+    }[rule]
+    rounds = 0
+    while np.count_nonzero(magnitudes >= threshold) > most * k and rounds < limit:
+        threshold, rounds = threshold / factor, rounds + 1
+    rounds = 0
+    while np.count_nonzero(magnitudes >= threshold) < least * k and rounds < limit:
+        threshold, rounds = threshold * factor, rounds + 1
+    return threshold
+
+
+def gaussian_in_oktopks_code(acc: np.ndarray, density: float) -> np.ndarray:
+    """``GaussianCompressor.compress`` of Ok-Topk's ``VGG/compression.py``: ascending indices."""
+    k = max(int(len(acc) * density), 1)
+    mean, std, magnitudes = acc.mean(), acc.std(ddof=1), np.abs(acc)
+    threshold = mean - statistics.NormalDist().inv_cdf(density / 2) * std
+    initial, loops = np.count_nonzero(magnitudes > threshold), 0
+    if initial < 3 * k // 4:
+        while loops < 20 and np.count_nonzero(magnitudes > threshold) < 3 * k // 4:
+            threshold, loops = threshold / 1.02, loops + 1
+    elif initial > 5 * k // 4:
+        while loops < 20 and np.count_nonzero(magnitudes > threshold) > 5 * k // 4:
+            threshold, loops = threshold * 1.02, loops + 1
+    return np.flatnonzero(magnitudes > threshold)
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:

@@ -292,6 +292,32 @@ def test_a2sgd_in_a_step():
         assert leaf.shape[0] % SIZE == 0
 
 
+def test_the_whole_algorithm():
+    """Algorithm 1 to its end: the average (line 10), and one dense step from it (11 and 12)."""
+    rate, mesh = 0.1, transports.mesh(SIZE)
+    step = make(jsparse.a2sgd(AXIS), optax.sgd(rate))
+    last = jsparse.train_step(loss_fn, optax.chain(jsparse.dense(AXIS), optax.sgd(rate)), mesh, AXIS)
+    state = step.init(params())
+    for number in range(3):
+        state, _ = step(state, data(number))
+    final, _ = last(last.init(jsparse.sync_params(state, AXIS, mesh=mesh)), data(3))
+
+    def gradient(flat, rank, number):
+        x, y = (part[6 * rank :][:6] for part in data(number))
+        g = jax.grad(loss_fn)({"v": flat[:7], "w": flat[7:].reshape(5, 7)}, (x, y))
+        return np.concatenate([g["v"], g["w"].ravel()])
+
+    own = np.tile(np.concatenate([params()["v"], params()["w"].ravel()]), (SIZE, 1))
+    for number in range(3):
+        gradients = np.stack([gradient(own[rank], rank, number) for rank in range(SIZE)])
+        own = own - rate * oracles.a2sgd([gradients])[0]
+    average = own.mean(0)
+    average -= rate * np.mean([gradient(average, rank, 3) for rank in range(SIZE)], axis=0)
+    got = np.concatenate([final.params["v"], final.params["w"].ravel()])
+    np.testing.assert_allclose(got, average, rtol=1e-4, atol=1e-5)
+    assert jsparse.traffic(last, last.init(params()), data()).bytes == (42 + 1) * 4 * 2 * (SIZE - 1) / SIZE
+
+
 def test_workers_along_two_axes():
     """As along one, in row-major order."""
     axes = ("hosts", "devices")

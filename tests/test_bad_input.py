@@ -102,6 +102,8 @@ ARGUMENTS = [
     (lambda: select.DgcThreshold(0.1, sample=0.0), "sample is 0.0"),
     (lambda: select.BucketedTopK(0.1, bucket=0), "bucket is 0"),
     (lambda: select.StochasticTopK(0.1, "best"), "rule is 'best'"),
+    (lambda: select.StochasticTopK(0.1, bucket=500), "bucket is 500; it must be a multiple of 32"),
+    (lambda: select.GaussianThreshold(0.1, "often"), "adjust is 'often'.*enough"),
     (lambda: select.RandomK(1.5), "density is 1.5"),
     (lambda: select.ChunkedTopK(0.0), "density is 0.0"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, select=select.TopK(0.2)), "density is 0.1, and that of.* is 0.2"),

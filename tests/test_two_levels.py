@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jsparse
+import oracles
 import scenarios
 import transports
 from tiers import quick
@@ -136,6 +137,25 @@ def test_finite_gradients_never_make_the_residual_infinite():
     assert np.isfinite(state.buckets[0].residual).all()
 
 
+@pytest.mark.parametrize(("density", "message"), [(0.2, "int32[400]"), (0.3, "float32[502]")])
+def test_what_is_gathered_inside_a_node_is_sparse_or_dense(density: float, message: str):
+    """Whichever is shorter: 2 words for each of 2 k elements, or 1 for each element of a shard."""
+    tx = jsparse.hitopk(*LEVELS, density=density, select=jsparse.select.TopK(density))
+    gradient = scenarios.take("ordinary", 4, 1)[0]
+
+    def update(grads):
+        return tx.update(grads, tx.init(grads))[0]
+
+    over = jax.jit(jax.vmap(jax.vmap(update, axis_name="gpus"), axis_name="nodes"))
+    updates = over(jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), transports.tree(gradient)))
+    shards = np.arange(N) // -(-N // 2) == np.arange(4)[:, None] % 2
+    accs = np.where(shards, np.repeat(gradient.reshape(2, 2, N).sum(1), 2, axis=0), 0)
+    expected = oracles.hitopk(accs, density=density, gpus=2, step=0).total
+    np.testing.assert_array_equal(4 * transports.flat(updates, 4), np.tile(expected, (4, 1)))
+    parts = jsparse.traffic(update, transports.zeros(), axis_sizes={"nodes": 2, "gpus": 2}).parts
+    assert [part.payload for part in parts if (part.name, part.axes) == ("all_gather", ("gpus",))] == [message]
+
+
 def test_words_between_and_inside_the_nodes():
     """The costs of the paper's steps 1, 3 and 4 (equations 7, 9, 10), an index with each value."""
     n, nodes, gpus = 102_400, 16, 8
@@ -151,6 +171,9 @@ def test_words_between_and_inside_the_nodes():
     assert sent["psum_scatter", ("gpus",)] == (n * (gpus - 1) / gpus, 3)
     assert sent["all_gather", ("nodes",)] == (2 * k * (nodes - 1), 4)
     assert sent["all_gather", ("gpus",)] == (2 * k * nodes * (gpus - 1), 3)
+    # From 2km words on a shard is gathered densely, as that is shorter.
+    for density, words in ((1 / 33, 2 * 388 * nodes * (gpus - 1)), (1 / 32, n * (gpus - 1) / gpus)):
+        assert sends(jsparse.hitopk(*LEVELS, density=density))["all_gather", ("gpus",)] == (words, 3)
     assert sends(jsparse.torus(*LEVELS)) == {
         ("psum_scatter", ("gpus",)): (n * (gpus - 1) / gpus, 3),
         ("psum", ("nodes",)): (2 * n / gpus * (nodes - 1) / nodes, 8),

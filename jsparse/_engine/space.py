@@ -134,14 +134,18 @@ class Shards(Flat):
     def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
         """The whole vector, of which each worker of the node has a shard (lines 21-23).
 
-        A sparse one becomes one run. It is always sent losslessly: a value that were rounded here
-        would be in no residual.
+        A sparse sum becomes one run, or a dense vector if that takes no more words. It is always
+        sent losslessly: a value that were rounded here would be in no residual.
         """
         (intra,) = comms
-        n = bucket.layout.n
+        n, wire = bucket.layout.n, Full()
+        if isinstance(total, SparseVector):
+            capacity, dtype = min(total.values.size, total.n), total.values.dtype
+            if wire.words(capacity, total.n, dtype) >= total.n * dtype.itemsize // 4:
+                total = total.to_dense()
         if not isinstance(total, SparseVector):
             return intra.all_gather(total).reshape(-1)[:n]
-        part, wire = total.merge(), Full()
+        part = total.merge()
         message = wire.encode(part, jnp.int32(0))
         parts = wire.decode(intra.all_gather(message), part.capacity, part.n, part.values.dtype)
         begins = part.n * lax.iota(jnp.int32, intra.size)[:, None]

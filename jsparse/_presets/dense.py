@@ -128,7 +128,8 @@ def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> SparseAllReduce:
 
     So updates differ between workers, and so do parameters after a step. Train with
     ``train_step(..., params="per_worker")``, and average the parameters with
-    :func:`jsparse.sync_params` at the end, and now and then before.
+    :func:`jsparse.sync_params` at the end, and now and then before. The paper's algorithm then
+    takes one step with :func:`jsparse.dense` from the average (lines 11 and 12).
 
     The mean of no elements is 0. Means are computed in float32, or in float64 if a leaf is
     float64. If a gradient on any worker is not finite, or its sum is not, all updates are NaN.

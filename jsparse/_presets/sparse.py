@@ -334,12 +334,13 @@ def hitopk(
       A gradient transformation.
 
     **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for
-    the reduce-scatter and ``2km (g-1)/g`` for the all-gather (at most ``2n (g-1)/g``), ``2 log g``
+    the reduce-scatter and ``2km (g-1)/g`` for the all-gather (at most ``n (g-1)/g``), ``2 log g``
     messages; between nodes ``2k (m-1)/g`` words and ``log m`` messages a worker.
 
     References:
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
-      MLSys 2021, section 3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual).
+      MLSys 2021, section 3, Algorithms 1 (MSTopK) and 2 (HiTopKComm, which keeps no residual:
+      ``error_feedback=False``).
     """
     reduce = TopkAllGather() if allreduce is None else allreduce
     flat = of_density(inter, density, reduce, options, MSTopK).synchroniser

@@ -49,15 +49,20 @@ class BucketedTopK(ByDensity):
             return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
         buckets, most = -(-n // self.bucket), min(self.bucket, -(-self.bucket * k // n))
         magnitudes = jnp.where(jnp.isnan(acc), 0, jnp.abs(acc))
-        rows = jnp.pad(magnitudes, (0, buckets * self.bucket - n), constant_values=-1).reshape(buckets, self.bucket)
-        places = lax.top_k(rows, most)[1] + self.bucket * lax.iota(jnp.int32, buckets)[:, None]
-        within = lax.iota(jnp.int32, most)[None] < _quotas(n, k, self.bucket, step)[:, None]
+        places = lax.top_k(in_rows(magnitudes, self.bucket, -1), most)[1]
+        places += self.bucket * lax.iota(jnp.int32, buckets)[:, None]
+        within = lax.iota(jnp.int32, most)[None] < quotas(n, k, self.bucket, step)[:, None]
         places = jnp.where(within, places, 2**31 - 1)
         words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
         return take_members(acc, words, k)
 
 
-def _quotas(n: int, k: int, bucket: int, step: jax.Array) -> jax.Array:
+def in_rows(x: jax.Array, bucket: int, fill: float) -> jax.Array:
+    """The vector with a row for each bucket; ``fill`` is past its end."""
+    return jnp.pad(x, (0, -x.shape[0] % bucket), constant_values=fill).reshape(-1, bucket)
+
+
+def quotas(n: int, k: int, bucket: int, step: jax.Array) -> jax.Array:
     """The number of elements to select in each bucket, int32: by its length, and k in all."""
     ends = np.minimum(np.arange(1, -(-n // bucket) + 1) * bucket, n)
     whole, rest = np.divmod(ends * k, n)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +14,50 @@ from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
 from .fixed import scale_threshold, take_above
 
-# The factor by which a threshold is scaled, and how often at most: down to a thousandth, or up to
-# a thousandfold.
-SCALE = 0.9
-ROUNDS = 66
+# By rule: the factor by which the threshold is lowered, how often at most, and the least and the
+# largest wanted count, relative to k. By "enough" it goes down to a thousandth, or up to a
+# thousandfold. "oktopk" has the figures of Ok-Topk's VGG/compression.py, "never" no rounds.
+RULES = {"enough": (0.9, 66, 3 / 4, 4 / 3), "oktopk": (1 / 1.02, 20, 3 / 4, 5 / 4), "never": (1, 0, 0, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class GaussianThreshold(ByDensity):
     """Selects by a threshold from a normal distribution that is fitted to the vector.
 
-    The threshold is its ``1 - density / 2`` quantile. Gradients have other tails than a normal
-    distribution, so the threshold is adjusted. While more than 4k/3 elements reach it, it is
-    raised by a ninth at a time, as in the authors' code. Then it is lowered by a tenth at a time
-    until at least 3k/4 elements reach it (Ok-Topk, section 5.4). Both have a limit of 66 times.
-    If more than k elements reach it, they overflow the buffer, which then holds a different part
-    of them in each step.
+    The threshold is its ``1 - density / 2`` quantile (the mean counts by its magnitude), or the
+    largest magnitude of the vector if that is less. Gradients have other tails than a normal
+    distribution, so the threshold is adjusted, by one of three rules:
+
+    - ``"enough"``: while more than 4k/3 elements reach it, it is raised by a ninth at a time. Then
+      it is lowered by a tenth at a time until at least 3k/4 elements reach it (Ok-Topk, section
+      5.4). Both have a limit of 66 times.
+    - ``"oktopk"``, as in Ok-Topk's code: while more than 5k/4 elements reach it, it is multiplied
+      by 1.02. Then it is divided by 1.02 until at least 3k/4 elements reach it. Both have a limit
+      of 20 times, a factor of 1.49 in all, so the count may stay outside these bounds.
+    - ``"never"``: it stays as it is. Ok-Topk's section 5.2 counts what this selects.
+
+    If more than k elements reach the threshold, they overflow the buffer, which then holds a
+    different part of them in each step. (Ok-Topk's code sends all of them, adds the mean with its
+    sign, never lowers a threshold that it raised, and may select nothing where the quantile is
+    above the largest magnitude. The code of Gaussian-k itself multiplies the threshold by 0.5 or
+    1.5, and counts three times at most.)
 
     Attributes:
       density: k / n, above 0 and at most 1.
+      adjust: ``"enough"``, ``"oktopk"`` or ``"never"``.
 
     References:
       Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019,
-      "Gaussiank"; Li and Hoefler, PPoPP 2022, section 5.4.
+      "Gaussiank"; Li and Hoefler, PPoPP 2022, sections 5.2 and 5.4, and the authors'
+      ``VGG/compression.py``.
     """
+
+    adjust: Literal["enough", "oktopk", "never"] = "enough"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.adjust not in tuple(RULES):
+            raise ValueError(f'adjust is {self.adjust!r}; choose "enough", "oktopk" or "never"')
 
     def __call__(
         self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
@@ -47,10 +68,10 @@ class GaussianThreshold(ByDensity):
         estimate = jnp.abs(mean) + quantile * jnp.sqrt(jnp.maximum(mean_square - mean**2, 0))
         # The largest magnitude also replaces an estimate that overflowed in the squares.
         threshold = jnp.where(estimate < largest, estimate, largest)
-
+        factor, rounds, least, most = RULES[self.adjust]
         start = threshold, count_above(acc, threshold)
-        raised = scale_threshold(acc, start, 1 / SCALE, lambda count: count > 4 / 3 * k, ROUNDS)
-        threshold, _ = scale_threshold(acc, raised, SCALE, lambda count: count < 3 / 4 * k, ROUNDS)
+        raised = scale_threshold(acc, start, 1 / factor, lambda count: count > most * k, rounds)
+        threshold, _ = scale_threshold(acc, raised, factor, lambda count: count < least * k, rounds)
         return take_above(acc, threshold, self.density, step)
 
 

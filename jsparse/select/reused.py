@@ -48,9 +48,14 @@ class ReusedThreshold(Selector):
     slope, up to three times. If the count is then still off by more than half of k, the threshold
     is evaluated exactly.
 
+    With ``correct=False`` these lines are followed to the letter: the threshold stays as it is
+    between exact evaluations. (One that is 0 selects everything, so it is evaluated anew.) If more
+    than k elements reach it, the buffer holds a different part of them in each step.
+
     Attributes:
       density: k / n, above 0 and at most 1.
       tau_threshold: τ', the number of steps between exact evaluations, at least 1.
+      correct: whether the threshold is corrected between them.
 
     References:
       Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022,
@@ -59,6 +64,7 @@ class ReusedThreshold(Selector):
 
     density: float
     tau_threshold: int = 32
+    correct: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,10 +77,14 @@ class ReusedThreshold(Selector):
         self, acc: jax.Array, state: ReusedThresholdState, step: jax.Array, rank: jax.Array
     ) -> tuple[SparseVector, ReusedThresholdState]:
         k = elements_kept(self.density, acc.shape[0])
+        threshold, slope = state.threshold[0], state.slope[0]
         due = step % self.tau_threshold == 0
-        threshold, count, slope = _correct(acc, k, state.threshold[0], state.slope[0], due)
-        lost = due | (jnp.abs(count - k) > LOST * k)
-        threshold = lax.cond(lost, lambda: kth_magnitude(acc, k), lambda: threshold)
+        if self.correct:
+            threshold, count, slope = _correct(acc, k, threshold, slope, due)
+            due |= jnp.abs(count - k) > LOST * k
+        else:
+            due |= threshold == 0
+        threshold = lax.cond(due, lambda: kth_magnitude(acc, k), lambda: threshold)
         x, report = take_above(acc, threshold, self.density, step)
         return x, ReusedThresholdState(report.threshold, report.selected, slope[None])
 
