@@ -109,10 +109,11 @@ def text_task(workers: int, args: argparse.Namespace, rng: np.random.Generator) 
 
 
 def _task(net: nnx.Module, batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Task:
-    graph, params = nnx.split(net, nnx.Param)
+    # The rest is the state of random number generators, which an LSTM keeps and does not use.
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
 
     def loss_fn(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params)(x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params, rest)(x), y).mean()
 
     return Task(nnx.as_pure(params), loss_fn, batches)
 
