@@ -113,7 +113,7 @@ def _task(net: nnx.Module, batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> 
     graph, params, rest = nnx.split(net, nnx.Param, ...)
 
     def loss_fn(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params, rest)(x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params, nnx.as_pure(rest))(x), y).mean()
 
     return Task(nnx.as_pure(params), loss_fn, batches)
 
