@@ -196,8 +196,6 @@ def count(x: SparseVector | jax.Array) -> jax.Array:
 
 
 def count_filled(x: SparseVector | jax.Array) -> jax.Array:
-    """The number of elements of a sum: int32 scalar.
-
-    For a sum that became dense, it is the number of elements that are not zero.
-    """
-    return count(x) if isinstance(x, SparseVector) else bitmap.count_mask(x != 0)
+    """The number of elements of a sum that are not zero: int32 scalar."""
+    values = x.values.reshape(-1) if isinstance(x, SparseVector) else x
+    return bitmap.count_mask(values != 0)
