@@ -1,6 +1,7 @@
 """DSAR_Split_AllGather: a sparse reduce-scatter into dense regions, then a dense gather."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,7 @@ from ..quantize import Exact, Quantizer
 from ..wire import Messages
 from ._base import AllReduce
 from ._gather import gather_dense
-from ._regions import (
-    in_place,
-    merge_region,
-    regions,
-    split_and_reduce,
-    with_length,
-)
+from ._regions import in_order, index_of, split_and_reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,76 +55,51 @@ class DsarSplitAllGather(AllReduce):
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[jax.Array, SparseVector, tuple[()]]:
-        size, members, groups = comm.size, self.group, self._groups(comm.size)
-        if members == 1:
-            x, mine = split_and_reduce(comm, x, wire)
-            reduced = mine.to_dense()
-        else:
-            x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), wire)
-            # The ranks of the owners of the same region differ by multiples of ``members``. Each
-            # of them reduces a piece of the region.
-            pieces = _exchange(comm, list(region.reshape(groups, -1)), members)
-            reduced = pieces[0]
-            for other in pieces[1:]:
-                reduced = reduced + other
-        everyone, read = gather_dense(comm, reduced, self.quantize, step)
-        if members > 1:
-            everyone = everyone.reshape(groups, members, -1).swapaxes(0, 1)
-        if self.quantize.lossless:
-            return everyone.reshape(-1)[: x.n], x, state
-        place = comm.rank() if members == 1 else comm.rank() % members * groups + comm.rank() // members
-        indices = place * reduced.size + lax.iota(jnp.int32, reduced.size)
-        rounding = SparseVector(read - reduced, jnp.minimum(indices, x.n), x.n)
-        return everyone.reshape(-1)[: x.n], x.followed_by(rounding), state
+        members, groups = self._members(comm.size)
 
-    def _groups(self, size: int) -> int:
+        def exchange(messages: jax.Array) -> jax.Array:
+            return comm.all_to_all(messages) if groups == 1 else _exchange(comm, messages, 1)
+
+        x, mine = split_and_reduce(comm, x, wire, members, exchange)
+        region = mine.to_dense()
+        # The ranks of the owners of the same region differ by multiples of ``members``. Each of
+        # them reduces a piece of the region.
+        pieces = jnp.pad(region, (0, -region.size % groups)).reshape(groups, -1)
+        reduced = functools.reduce(jnp.add, list(_exchange(comm, pieces, members)))
+        everyone, read = gather_dense(comm, reduced, self.quantize, step)
+        total = in_order(everyone.reshape(groups, members, -1).swapaxes(0, 1).reshape(members, -1), x.n)
+        if self.quantize.lossless:
+            return total, x, state
+        places = comm.rank() // members * reduced.size + lax.iota(jnp.int32, reduced.size)
+        rounding = SparseVector(read - reduced, index_of(places, comm.rank() % members, members, x.n), x.n)
+        return total, x.followed_by(rounding), state
+
+    def _members(self, size: int) -> tuple[int, int]:
+        """How many workers split the indices among themselves, and how many groups of them."""
         if size % self.group:
             divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
             raise ValueError(
                 f"group is {self.group} with {size} workers; it must divide the number of workers: choose of {divisors}"
             )
-        return size // self.group
+        return (size, 1) if self.group == 1 else (self.group, size // self.group)
 
 
-def _reduce_in_group(
-    comm: Comm, x: SparseVector, members: int, block: int, wire: Messages
-) -> tuple[SparseVector, jax.Array]:
-    """Sums the regions of a group's vectors on their owners.
-
-    Returns:
-      ``x`` as others read it; and this worker's region of the sum, dense: shape ``(block,)``.
-    """
-    first, counts = regions(x, members, block)
-    capacity = min(members * x.capacity, block)
-
-    def exchange(length: int) -> tuple[SparseVector, SparseVector]:
-        rows = x.window(first, counts, length)
-        messages = wire.encode(rows)
-        arrived = wire.decode(jnp.stack(_exchange(comm, list(messages), 1)), length, x.n, x.values.dtype)
-        mine = merge_region(arrived, comm.rank() % members, block).resize(capacity)
-        return x if wire.lossless else in_place(x, first, wire.as_read(rows, messages)), mine
-
-    read, mine = with_length(comm, jnp.max(counts), -(-x.capacity // members), x.capacity, exchange)
-    return read, mine.to_dense()
-
-
-def _exchange(comm: Comm, rows: list[jax.Array], stride: int) -> list[jax.Array]:
+def _exchange(comm: Comm, rows: jax.Array, stride: int) -> jax.Array:
     """An all-to-all among as many workers as there are rows, as rotated exchanges.
 
     The ranks of these workers are ``stride`` apart. Row ``i`` goes to the ``i``-th of them, and
     row ``j`` of the result comes from the ``j``-th.
     """
     size, count = comm.size, len(rows)
-    table = jnp.stack(rows)
     place = comm.rank() // stride % count
 
     def target(rank: int, shift: int) -> int:
         own = rank // stride % count
         return rank + ((own + shift) % count - own) * stride
 
-    arrived = [table[place]]
+    arrived = [rows[place]]
     for shift in range(1, count):
         pairs = [(rank, target(rank, shift)) for rank in range(size)]
-        arrived.append(comm.ppermute(table[(place + shift) % count], pairs))
+        arrived.append(comm.ppermute(rows[(place + shift) % count], pairs))
     by_sender = (place - jnp.arange(count)) % count
-    return list(jnp.stack(arrived)[by_sender])
+    return jnp.stack(arrived)[by_sender]

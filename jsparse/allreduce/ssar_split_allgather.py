@@ -1,4 +1,4 @@
-"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by equal regions, then a gather."""
+"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by regions, then a gather."""
 
 import dataclasses
 
@@ -34,6 +34,6 @@ class SsarSplitAllGather(AllReduce):
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector | jax.Array, SparseVector, tuple[()]]:
-        x, mine = split_and_reduce(comm, x, wire)
-        total, rounding = gather_regions(comm, mine, x.n, x.capacity, step=step, wire=wire)
+        x, mine = split_and_reduce(comm, x, wire, comm.size, comm.all_to_all)
+        total, rounding = gather_regions(comm, x, mine, wire=wire)
         return total, x if rounding is None else x.followed_by(rounding), state
