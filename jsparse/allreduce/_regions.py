@@ -167,13 +167,12 @@ def _deal(x: SparseVector, parts: int) -> tuple[jax.Array, jax.Array, jax.Array,
 
     Returns:
       ``(owner, place, slot, counts)``. For each element: its owner, its place in the owner's
-      region, and how many elements of that region stand before it: int32, shape ``(k,)``. Where
-      an element is unused, its slot is k. ``counts``, shape ``(parts,)``, is how many elements each
-      region has.
+      region, and how many elements of that region stand before it: int32, shape ``(k,)``. The slot
+      of an unused element is k. ``counts``, shape ``(parts,)``: the elements of each region.
     """
     groups, extra = divmod(x.n, parts)
     used = x.indices < x.n
-    place = jnp.where(used, x.indices // parts, 0)
+    place = x.indices // parts
     owner = (x.indices % parts + _turn(place, groups, parts)) % parts
     # If the regions stood one after the other, an element's rank would be its slot in them all.
     starts = jnp.array([part * groups + min(part, extra) for part in range(parts)], jnp.int32)
