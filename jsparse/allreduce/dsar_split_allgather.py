@@ -33,8 +33,8 @@ class DsarSplitAllGather(AllReduce):
 
     **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P - 1 + 3 log P`` messages; in groups of G
     ``2k (G-1)/G + n (P/G - 1)/P + n (P-1)/P`` words and ``G + P/G - 2 + 3 log P`` messages. The
-    first term holds for elements that are evenly spread over the regions. If all elements of a
-    worker are in one region, it is ``2k (P-1)``, and in groups ``2k (G-1)``.
+    first term is without padding, as in :class:`SsarSplitAllGather`. If all elements of a worker
+    had the same owner, it would be ``2k (P-1)``, and in groups ``2k (G-1)``.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR",
