@@ -283,17 +283,37 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
 def split_in_bfloat16(accs: np.ndarray, *, density: float, **_) -> Expected:
     """SSAR_Split_AllGather with rounding.
 
-    Each worker rounds its own values, and the owner of a region rounds their sum.
+    Each worker rounds its own values, and the owner of a region rounds their sum. If a region has
+    more than k elements, no regions are gathered but what the workers rounded.
     """
     workers, n = accs.shape
+    k = max(1, round(density * n))
     delivered = np.zeros_like(accs)
     for worker, acc in enumerate(accs):
-        chosen = top_k(acc, max(1, round(density * n)))
+        chosen = top_k(acc, k)
         delivered[worker, chosen] = bfloat16(acc[chosen])
     whole = _ordered_sum(delivered)
-    owner = np.arange(n) // -(-n // workers)
+    owner = owners(n, workers)
+    if np.bincount(owner[delivered.any(0)], minlength=workers).max() > k:
+        return Expected(whole, delivered)
     delivered[owner, np.arange(n)] += bfloat16(whole) - whole
     return Expected(bfloat16(whole), delivered)
+
+
+def owners(n: int, workers: int) -> np.ndarray:
+    """Who owns each index: a group of as many indices as workers is dealt from another one on.
+
+    Which one is Wellons' lowbias32 of the group's number; the first one, for the indices that make
+    no whole group.
+    """
+    dealt = []
+    for first in range(0, n, workers):
+        bits = first // workers
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            bits = (bits ^ bits >> shift) * factor % 2**32
+        turn = bits if first + workers <= n else 0
+        dealt += [(turn + card) % workers for card in range(min(workers, n - first))]
+    return np.array(dealt)
 
 
 def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_) -> Expected:

@@ -147,8 +147,8 @@ def topk_dsa(comm: CommLike, *, density: float | None = None, **options: Unpack[
     Returns:
       A gradient transformation.
 
-    **Cost**: ``4k (P-1)/P`` words a worker if all workers select the same elements, evenly over
-    the indices; up to ``(2k + n) (P-1)/P`` if the result fills in; more if elements crowd: see
+    **Cost**: ``4k (P-1)/P`` words a worker if all workers select the same elements; up to
+    ``(2k + n) (P-1)/P`` if the result fills in; and padding: see
     :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
@@ -201,8 +201,7 @@ def ssar_split_allgather(
       A gradient transformation.
 
     **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker: the more the workers' choices
-    overlap, the fewer. It is more if elements crowd: see
-    :class:`jsparse.allreduce.SsarSplitAllGather`.
+    overlap, the fewer; and padding: see :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3.
@@ -233,8 +232,8 @@ def dsar_split_allgather(
     Returns:
       A gradient transformation.
 
-    **Cost**: ``(2k + n) (P-1)/P`` words a worker; up to ``(2k + n/P) (P-1)`` if each worker's
-    elements crowd in one region.
+    **Cost**: ``(2k + n) (P-1)/P`` words a worker, and padding: see
+    :class:`jsparse.allreduce.SsarSplitAllGather`.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.4.

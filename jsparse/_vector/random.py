@@ -27,11 +27,11 @@ def uniform(key: jax.Array, n: int) -> jax.Array:
     """
     mixed = lax.iota(jnp.uint32, n)
     for word in jax.random.bits(key, (2,), jnp.uint32):
-        mixed = _mix(mixed ^ word)
+        mixed = mix(mixed ^ word)
     return (mixed >> 1).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2**-31)
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def mix(x: jax.Array) -> jax.Array:
     """A bijection of 32-bit words: each bit of the result depends on all bits of ``x``.
 
     It is Wellons' lowbias32.

@@ -41,15 +41,6 @@ def lengths_between(least: int, most: int) -> list[int]:
     return [*sorted(length for length in powers if length < most), most]
 
 
-def halvings(most: int, down_to: int) -> list[int]:
-    """``most``, its half, a quarter of it and so on, ascending, down to ``down_to`` and to 1.
-
-    >>> halvings(400, 30)
-    [50, 100, 200, 400]
-    """
-    return [most >> i for i in reversed(range(most.bit_length())) if most >> i >= down_to]
-
-
 def fitting(count: jax.Array, lengths: Sequence[int]) -> jax.Array:
     """The place of the first of ascending lengths that holds ``count`` elements: int32 scalar.
 
@@ -58,16 +49,14 @@ def fitting(count: jax.Array, lengths: Sequence[int]) -> jax.Array:
     return jnp.sum(count > jnp.array(lengths), dtype=jnp.int32)
 
 
-def delta(n: int, dtype: DTypeLike, wire: Messages, among: int | None = None) -> int:
+def delta(n: int, dtype: DTypeLike, wire: Messages) -> int:
     """δ, the largest number of elements that take no more words than ``n`` dense values.
 
     At full width it is ``n * isize / (c + isize)``, for values of ``isize`` and indices of ``c``
-    bytes (Renggli, SparCML thesis, section 3.3.2). The indices are below ``among``, or below ``n``
-    if ``among`` is not given.
+    bytes (Renggli, SparCML thesis, section 3.3.2).
     """
-    among = among or n
     words = n * jnp.dtype(dtype).itemsize // 4
-    return max(1, bisect.bisect_right(range(n + 1), words, key=lambda length: wire.words(length, among, dtype)) - 1)
+    return max(1, bisect.bisect_right(range(n + 1), words, key=lambda length: wire.words(length, n, dtype)) - 1)
 
 
 def gather_dense(comm: Comm, mine: jax.Array, quantize: Quantizer, step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,112 +1,117 @@
-"""Reduction by regions: each worker owns an equal part of the indices."""
+"""Reduction by regions: of every P consecutive indices each worker owns one."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
+
+from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
+from .._vector.random import mix
 from .._vector.sparse_vector import SparseVector
 from ..wire import Messages
-from ._gather import delta, exchange_surplus, fitting, forward, halvings, lengths_between, moves, round_once, rounding
+from ._gather import SHORTEST, delta, difference, fitting, forward
 
 T = TypeVar("T")
-# A longer message counts as this long. The sum of two such lengths still fits in an int32.
-MOST = 2**30 - 1
 
 
-def split_and_reduce(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
+def split_and_reduce(
+    comm: Comm, x: SparseVector, wire: Messages, parts: int, exchange: Callable[[jax.Array], jax.Array]
+) -> tuple[SparseVector, SparseVector]:
     """Sends each region's elements to its owner, which adds what arrives in the order of ranks.
 
-    All messages have the length of the longest one, rounded up by at most √2. One ``pmax`` makes
-    the workers agree on it.
+    Indices are dealt to the owners like cards: of every ``parts`` consecutive ones each owner gets
+    one. A hash of the group's number says which owner begins. So wherever the elements lie, in one
+    layer or in one row or column of a matrix, each region has about as many of them.
+
+    All messages have the length of the longest one, rounded up to one of a few static lengths.
+    One ``pmax`` makes the workers agree on it.
 
     Args:
       comm: the workers.
       x: this worker's elements, one run.
       wire: the layout of the messages.
+      parts: the number of regions.
+      exchange: sends row ``i`` of an array to the owner of region ``i``, and returns the rows that
+        arrived, by rank.
 
     Returns:
-      ``x`` as others read it; and the sum over this worker's region of ``ceil(n / P)`` indices, as
-      one run whose indices count from the region's begin.
+      ``x`` as others read it; and the sum over this worker's region of ``ceil(n / parts)`` places,
+      as one run. :func:`index_of` gives the index of a place.
     """
-    size, k = comm.size, x.capacity
-    block = -(-x.n // size)
-    capacity = min(size * k, block)
-    first, counts = regions(x, size, block)
+    k, block = x.capacity, -(-x.n // parts)
+    owner, place, slot, counts = _deal(x, parts)
 
-    def exchange(length: int) -> tuple[SparseVector, SparseVector]:
-        rows = x.window(first, counts, length)
-        messages = wire.encode(rows)
-        received = wire.decode(comm.all_to_all(messages), length, x.n, x.values.dtype)
-        mine = merge_region(received, comm.rank(), block).resize(capacity)
-        return in_place(x, first, wire.as_read(rows, messages)) if not wire.lossless else x, mine
+    def send(length: int) -> tuple[SparseVector, SparseVector]:
+        def rows(leaf: jax.Array, fill: int) -> jax.Array:
+            return jnp.full((parts, length), fill, leaf.dtype).at[owner, slot].set(leaf, mode="drop")
 
-    return with_length(comm, jnp.max(counts), -(-k // size), k, exchange)
+        own = SparseVector(rows(x.values, 0), rows(place, block), block)
+        messages = wire.encode(own)
+        arrived = wire.decode(exchange(messages), length, block, x.values.dtype)
+        mine = arrived.merge().resize(min(parts * k, block))
+        if wire.lossless:
+            return x, mine
+        values = wire.as_read(own, messages).values.at[owner, slot].get(mode="fill", fill_value=0)
+        return SparseVector(values, x.indices, x.n), mine
 
-
-def in_place(x: SparseVector, first: jax.Array, rows: SparseVector) -> SparseVector:
-    """The run ``x`` with the values of ``rows``, each of which holds one stretch of ``x``.
-
-    The stretches begin at the places ``first`` of ``x``.
-    """
-    place = lax.iota(jnp.int32, x.capacity)
-    row = jnp.searchsorted(first, place, side="right") - 1
-    values = rows.values.at[row, place - first[row]].get(mode="fill", fill_value=0)
-    return SparseVector(jnp.where(x.indices < x.n, values, 0), x.indices, x.n)
+    return with_length(comm, jnp.max(counts), share_lengths(k, parts, k, 1), send)
 
 
-def with_length(comm: Comm, count: jax.Array, least: int, most: int, send: Callable[[int], T]) -> T:
+def with_length(comm: Comm, count: jax.Array, lengths: Sequence[int], send: Callable[[int], T]) -> T:
     """Sends messages of the shortest static length that holds what the fullest worker has.
 
     Args:
       comm: the workers.
       count: how many elements this worker has to send.
-      least: the shortest length that is offered.
-      most: the longest.
+      lengths: the lengths, ascending. The last one holds any count.
       send: called with the length.
     """
-    lengths = lengths_between(least, most)
     if len(lengths) == 1:
-        return send(most)
+        return send(lengths[0])
     index = fitting(comm.pmax(count), lengths)
     return comm.switch(index, [functools.partial(send, length) for length in lengths])
 
 
-def regions(x: SparseVector, parts: int, block: int) -> tuple[jax.Array, jax.Array]:
-    """For each region of ``block`` indices, its first place in a run and its count of elements.
+def share_lengths(k: int, parts: int, most: int, divisor: int) -> list[int]:
+    """Static lengths for the longest message, if k elements are dealt into messages to each part.
 
-    Both are int32, shape ``(parts,)``.
+    They ascend from the usual length: the mean, and √(4 ln P) standard deviations, which is what
+    the longest of P² random shares has. Each is longer by one part in ``divisor`` than the one
+    before. None is below ``SHORTEST``, since a shorter message takes as long.
+
+    >>> share_lengths(530, 8, 530, 1)
+    [91, 182, 364, 530]
     """
-    starts = jnp.array([min(part * block, x.n) for part in range(parts + 1)], jnp.int32)
-    edges = jnp.searchsorted(x.indices, starts).astype(jnp.int32)
-    return edges[:-1], edges[1:] - edges[:-1]
-
-
-def merge_region(arrived: SparseVector, region: jax.Array, block: int) -> SparseVector:
-    """Adds runs that have elements of one region, as one run with the region's own indices."""
-    own = jnp.where(arrived.indices < arrived.n, arrived.indices - region * block, block)
-    return SparseVector(arrived.values, own, block).merge()
+    share = -(-k // parts)
+    length = max(share + math.isqrt(3 * share * (parts - 1).bit_length()), SHORTEST)
+    lengths = []
+    while length < most:
+        lengths.append(length)
+        length += length // divisor
+    return [*lengths, most]
 
 
 def gather_regions(
-    comm: Comm, mine: SparseVector, n: int, k: int, *, step: jax.Array, wire: Messages
+    comm: Comm, x: SparseVector, mine: SparseVector, *, wire: Messages
 ) -> tuple[SparseVector | jax.Array, SparseVector | None]:
-    """Gathers all regions in the fewest bytes: sparse, balanced and sparse, or dense.
+    """Gathers all regions, sparse or dense.
 
     ``n`` dense values take as many bytes as δ pairs of index and value (the thesis, section
-    3.3.2). So a result of δ elements or more is gathered densely.
+    3.3.2). If the whole result may have more than δ elements, it is dense on each worker, and a
+    longest region of more than δ elements for its places is gathered densely. If the whole result
+    has at most δ elements and a region has more than k of them, the vectors of all workers are
+    gathered instead, which are shorter.
 
     Args:
       comm: the workers.
-      mine: this worker's region, one run in the region's own indices.
-      n: length of the whole vector.
-      k: the most elements that a worker had before the split.
-      step: int32 scalar, alike on all workers.
+      x: this worker's elements, as others read them in the split.
+      mine: the sum over this worker's region, from :func:`split_and_reduce` with P parts.
       wire: the layout of sparse messages.
 
     Returns:
@@ -114,69 +119,85 @@ def gather_regions(
       are at most δ, and dense otherwise; and what this worker added to it by rounding, or None
       where the wire is lossless.
     """
-    size, block, dtype = comm.size, mine.n, mine.values.dtype
+    size, n, k, block, dtype = comm.size, x.n, x.capacity, mine.n, x.values.dtype
     capacity = min(size * k, n)
-    counts = comm.all_gather(mine.count)
-    used = mine.indices < block
-    part = SparseVector(mine.values, jnp.where(used, mine.indices + comm.rank() * block, n), n)
-    part, rounded = round_once(wire, part)
-    mine = SparseVector(part.values, mine.indices, block)
+    fills = capacity > delta(n, dtype, wire)
+    most = min(k, block, delta(block, dtype, wire) if fills else block)
+    lengths = share_lengths(k, size, most, 8)
 
-    def words(wire: Messages, length: int) -> int:
-        return min(wire.words(length, n, dtype), MOST)
-
-    # The words of a message in each form. Each form sends P - 1 messages.
-    lengths, amounts, fills = _region_lengths(n, k, size, dtype, wire)
-    table = jnp.array([*(words(wire, length) for length in lengths), MOST])
-    direct = fitting(jnp.max(counts), lengths)
-    cost, length = table[direct], direct
-    most = min(block * dtype.itemsize // 4, MOST) if fills else MOST
-    if amounts:
-        share = -(-jnp.sum(counts, dtype=jnp.int32) // size)
-        even = fitting(share, lengths)
-        way = fitting(jnp.max(moves(counts, share)[1]), amounts)
-        together = table[even] + jnp.array([*(words(forward(wire), amount) for amount in amounts), MOST])[way]
-        balance = (together < cost) & (together <= most)
-        cost, length = jnp.where(balance, together, cost), jnp.where(balance, even, direct)
-
-        def balanced(amount: int) -> SparseVector:
-            own = part.window(jnp.int32(0), jnp.minimum(part.count, share), part.capacity)
-            return own.followed_by(exchange_surplus(comm, part, counts, share, amount, forward(wire))).join(
-                part.capacity
-            )
-
-        ways = [lambda: part, *(functools.partial(balanced, amount) for amount in amounts)]
-        part = comm.switch(jnp.where(balance, way + 1, 0), ways)
+    def changed(read: SparseVector | None = None) -> SparseVector | None:
+        """What a message changed in this worker's region: nothing if it is sent as it is."""
+        if wire.lossless:
+            return None
+        change = SparseVector(jnp.zeros_like(mine.values), mine.indices, block)
+        if read is not None:
+            change = difference(read.resize(mine.capacity), mine)
+        return comm.varying(change)
 
     def sparse(length: int) -> tuple[SparseVector | jax.Array, SparseVector | None]:
-        sent = part.resize(length)
+        sent = mine.resize(length)
         message = wire.encode(sent)
-        everyone = wire.decode(comm.all_gather(message), length, n, dtype)
-        change = rounding(comm, wire, sent, wire.as_read(sent, message), part.capacity)
-        return everyone.to_dense() if fills else everyone.join(capacity), change
+        everyone = wire.decode(comm.all_gather(message), length, block, dtype)
+        owner = lax.iota(jnp.int32, size)[:, None]
+        everyone = SparseVector(everyone.values, index_of(everyone.indices, owner, size, n), n)
+        return everyone.to_dense() if fills else everyone.join(capacity), changed(wire.as_read(sent, message))
 
     def dense() -> tuple[jax.Array, SparseVector | None]:
-        total = comm.all_gather(mine.to_dense()).reshape(-1)[:n]
-        return total, rounding(comm, wire, part, part, part.capacity)
+        return in_order(comm.all_gather(mine.to_dense()), n), changed()
+
+    def whole() -> tuple[SparseVector, SparseVector | None]:
+        again = forward(wire)
+        everyone = again.decode(comm.all_gather(again.encode(x)), k, n, dtype)
+        return everyone.merge().resize(capacity), changed()
 
     forms: list[Callable[[], Any]] = [functools.partial(sparse, length) for length in lengths]
-    if fills:
-        forms.append(dense)
-        length = jnp.where(cost <= most, length, len(lengths))
-    total, change = comm.switch(length, forms, replicated=True)
-    return total, change if rounded is None else rounded
+    if most < mine.capacity:
+        forms.append(dense if fills else whole)
+    if len(forms) == 1:
+        total, change = forms[0]()
+    else:
+        total, change = comm.switch(fitting(jnp.max(comm.all_gather(mine.count)), lengths), forms, replicated=True)
+    if change is None:
+        return total, None
+    return total, SparseVector(change.values, index_of(change.indices, comm.rank(), size, n), n)
 
 
-def _region_lengths(n: int, k: int, size: int, dtype: DTypeLike, wire: Messages) -> tuple[list[int], list[int], bool]:
-    """The lengths of sparse and of balancing messages, and whether regions may be dense.
+def _deal(x: SparseVector, parts: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Deals the elements of a run to the owners of its indices.
 
-    The regions hold at most ``P k`` elements together, so an equal share is at most k elements,
-    and so is a message that balances: 2k elements in all. So a region of more than 2k elements is
-    never gathered unbalanced.
+    Returns:
+      ``(owner, place, slot, counts)``. For each element: its owner, its place in the owner's
+      region, and how many elements of that region stand before it: int32, shape ``(k,)``. The slot
+      of an unused element is k. ``counts``, shape ``(parts,)``: the elements of each region.
     """
-    block = -(-n // size)
-    fills = min(size * k, n) > delta(n, dtype, wire)
-    whole = min(size * k, block)
-    most = min(whole, 2 * k, delta(block, dtype, wire, n) if fills else whole)
-    lengths = lengths_between(min(-(-k // size), most), most)
-    return lengths, halvings(k, down_to=lengths[0] // 4) if lengths != [whole] else [], fills
+    groups, extra = divmod(x.n, parts)
+    used = x.indices < x.n
+    place = x.indices // parts
+    owner = (x.indices % parts + _turn(place, groups, parts)) % parts
+    # If the regions stood one after the other, an element's rank would be its slot in them all.
+    starts = jnp.array([part * groups + min(part, extra) for part in range(parts)], jnp.int32)
+    places = jnp.where(used, starts[owner] + place, x.n)
+    union = SparseVector(x.values, places, x.n).union()
+    first = jnp.minimum(bitmap.rank(union, starts), x.count)
+    slot = jnp.where(used, bitmap.rank(union, places) - first[owner], x.capacity)
+    return owner, place, slot, jnp.diff(first, append=x.count)
+
+
+def index_of(place: jax.Array, owner: jax.Array, parts: int, n: int) -> jax.Array:
+    """The index at a place of an owner's region, and ``n`` past the region's end: int32."""
+    card = (owner - _turn(place, n // parts, parts)) % parts
+    # Unsigned, because places past the end of a long region may have products above 2**31.
+    return jnp.minimum(place.astype(jnp.uint32) * parts + card.astype(jnp.uint32), n).astype(jnp.int32)
+
+
+def in_order(rows: jax.Array, n: int) -> jax.Array:
+    """The vector of ``n`` elements whose dense regions are ``rows``, one for each owner."""
+    parts, block = rows.shape
+    group = lax.iota(jnp.int32, block)[:, None]
+    owner = (lax.iota(jnp.int32, parts)[None] + _turn(group, n // parts, parts)) % parts
+    return rows[owner, group].reshape(-1)[:n]
+
+
+def _turn(group: jax.Array, groups: int, parts: int) -> jax.Array:
+    """By how many owners the dealing of a group is shifted: by none after the last whole group."""
+    return jnp.where(group < groups, mix(group.astype(jnp.uint32)) % parts, 0).astype(jnp.int32)

@@ -14,7 +14,7 @@ from ..quantize._base import check_quantizer
 from ..wire import Messages
 from ._base import AllReduce
 from ._gather import gather_dense
-from ._regions import in_place, merge_region, regions, split_and_reduce, with_length
+from ._regions import in_order, index_of, split_and_reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class DsarSplitAllGather(AllReduce):
 
     **Cost**: ``2k (P-1)/P + n (P-1)/P`` words and ``P - 1 + 3 log P`` messages; in groups of G
     ``2k (G-1)/G + n (P/G - 1)/P + n (P-1)/P`` words and ``G + P/G - 2 + 3 log P`` messages. The
-    first term holds for elements that are evenly spread over the regions. If all elements of a
-    worker are in one region, it is ``2k (P-1)``, and in groups ``2k (G-1)``.
+    first term is without padding, as in :class:`SsarSplitAllGather`. If all elements of a worker
+    had the same owner, it would be ``2k (P-1)``, and in groups ``2k (G-1)``.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.4, "DSAR_Split_AG" and "Early Switching DSAR",
@@ -58,54 +58,33 @@ class DsarSplitAllGather(AllReduce):
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[jax.Array, SparseVector, tuple[()]]:
-        size, members, groups = comm.size, self.group, self._groups(comm.size)
-        if members == 1:
-            x, mine = split_and_reduce(comm, x, wire)
-            reduced = mine.to_dense()
-        else:
-            x, region = _reduce_in_group(comm, x, members, groups * -(-x.n // size), wire)
-            # The ranks of the owners of the same region differ by multiples of ``members``. Each
-            # of them reduces a piece of the region.
-            pieces = _exchange(comm, region.reshape(groups, -1), members)
-            reduced = functools.reduce(jnp.add, pieces)
+        members, groups = self._members(comm.size)
+
+        def exchange(messages: jax.Array) -> jax.Array:
+            return comm.all_to_all(messages) if groups == 1 else _exchange(comm, messages, 1)
+
+        x, mine = split_and_reduce(comm, x, wire, members, exchange)
+        region = mine.to_dense()
+        # The ranks of the owners of the same region differ by multiples of ``members``. Each of
+        # them reduces a piece of the region.
+        pieces = jnp.pad(region, (0, -region.size % groups)).reshape(groups, -1)
+        reduced = functools.reduce(jnp.add, list(_exchange(comm, pieces, members)))
         everyone, read = gather_dense(comm, reduced, self.quantize, step)
-        total = everyone.reshape(groups, members, -1).swapaxes(0, 1).reshape(-1)[: x.n]
+        total = in_order(everyone.reshape(groups, members, -1).swapaxes(0, 1).reshape(members, -1), x.n)
         if self.quantize.lossless:
             return total, x, state
-        place = comm.rank() % members * groups + comm.rank() // members
-        indices = place * reduced.size + lax.iota(jnp.int32, reduced.size)
-        rounding = SparseVector(read - reduced, jnp.minimum(indices, x.n), x.n)
+        places = comm.rank() // members * reduced.size + lax.iota(jnp.int32, reduced.size)
+        rounding = SparseVector(read - reduced, index_of(places, comm.rank() % members, members, x.n), x.n)
         return total, x.followed_by(rounding), state
 
-    def _groups(self, size: int) -> int:
+    def _members(self, size: int) -> tuple[int, int]:
+        """How many workers split the indices among themselves, and how many groups of them."""
         if size % self.group:
             divisors = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
             raise ValueError(
                 f"group is {self.group} with {size} workers; it must divide the number of workers: choose of {divisors}"
             )
-        return size // self.group
-
-
-def _reduce_in_group(
-    comm: Comm, x: SparseVector, members: int, block: int, wire: Messages
-) -> tuple[SparseVector, jax.Array]:
-    """Sums the regions of a group's vectors on their owners.
-
-    Returns:
-      ``x`` as others read it; and this worker's region of the sum, dense: shape ``(block,)``.
-    """
-    first, counts = regions(x, members, block)
-    capacity = min(members * x.capacity, block)
-
-    def exchange(length: int) -> tuple[SparseVector, SparseVector]:
-        rows = x.window(first, counts, length)
-        messages = wire.encode(rows)
-        arrived = wire.decode(_exchange(comm, messages, 1), length, x.n, x.values.dtype)
-        mine = merge_region(arrived, comm.rank() % members, block).resize(capacity)
-        return x if wire.lossless else in_place(x, first, wire.as_read(rows, messages)), mine
-
-    read, mine = with_length(comm, jnp.max(counts), -(-x.capacity // members), x.capacity, exchange)
-    return read, mine.to_dense()
+        return (size, 1) if self.group == 1 else (self.group, size // self.group)
 
 
 def _exchange(comm: Comm, rows: jax.Array, stride: int) -> jax.Array:

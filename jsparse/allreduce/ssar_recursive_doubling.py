@@ -103,7 +103,7 @@ class SsarRecursiveDoubling(AllReduce):
             read, arrived = deliver(comm, x.resize(length), pairs, wire)
             return x if wire.lossless else read.resize(x.capacity), arrived.resize(x.capacity)
 
-        return with_length(comm, x.count, k, x.capacity, send)
+        return with_length(comm, x.count, lengths_between(k, x.capacity), send)
 
     def _send_filling(self, comm: Comm, x: Filling, k: int, pairs: Pairs, wire: Messages) -> tuple[Filling, Filling]:
         """Exchanges vectors sparsely, or densely if any worker's has more than δ elements."""

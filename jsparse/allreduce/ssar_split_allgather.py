@@ -1,4 +1,4 @@
-"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by equal regions, then a gather."""
+"""SSAR_Split_AllGather and TopkDSA: a sparse reduce-scatter by regions, then a gather."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ class SsarSplitAllGather(AllReduce):
 
     Everything that is selected is delivered. The result *fills in*: it has up to ``P k`` elements.
     From δ elements on it is gathered densely. The data of each step decide which form is used.
-    Regions of unequal contents are balanced before they are gathered, if that takes fewer bytes.
 
-    **Cost**: if elements are evenly spread over the regions, ``2k (P-1)/P`` words for the split
-    and ``2K (P-1)/P`` for the gather of a result of ``K`` elements. If they crowd in one region,
-    up to ``2k (P-1)`` for the split and about twice that for the gather, balanced. A result that
-    may exceed δ costs at most ``n (P-1)/P``. ``P - 1 + 4 log P`` messages, and ``P - 1`` more to
-    balance. Messages have one of a few static lengths, each √2 times the one before. The worker
-    with most to send decides which.
+    The thesis cuts the indices into P stretches. Here they are dealt to the workers like cards,
+    by a hash, so that regions have about equal contents and messages little padding.
+
+    **Cost**: ``2k (P-1)/P`` words for the split and ``2K (P-1)/P`` for the gather of a result of
+    ``K`` elements, which costs at most ``n (P-1)/P`` if it may exceed δ; and padding, because all
+    messages are as long as the longest, rounded up to one of a few static lengths. If all elements
+    had the same owner, up to ``2k (P-1)`` for each. ``P - 1 + 4 log P`` messages.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Split_AlGa", with the switch to a dense
@@ -34,6 +34,6 @@ class SsarSplitAllGather(AllReduce):
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector | jax.Array, SparseVector, tuple[()]]:
-        x, mine = split_and_reduce(comm, x, wire)
-        total, rounding = gather_regions(comm, mine, x.n, x.capacity, step=step, wire=wire)
+        x, mine = split_and_reduce(comm, x, wire, comm.size, comm.all_to_all)
+        total, rounding = gather_regions(comm, x, mine, wire=wire)
         return total, x if rounding is None else x.followed_by(rounding), state
