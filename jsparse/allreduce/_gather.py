@@ -195,26 +195,17 @@ def _balance(
     turn = bitmap.turn(step, kept[rank])
     mine = mine.window(jnp.int32(0), counts[rank], mine.capacity, turn, limit=kept[rank])
 
-    def exchange(length: int) -> SparseVector:
-        return exchange_surplus(comm, mine, kept, share, length, wire).resize(share)
+    first, amount = moves(kept, share)
 
-    index = fitting(jnp.max(moves(kept, share)[1]), lengths)
-    received = comm.switch(index, [functools.partial(exchange, length) for length in lengths])
+    def exchange(length: int) -> SparseVector:
+        outgoing = mine.window(first[rank], amount[rank], length)
+        return wire.decode(comm.all_to_all(wire.encode(outgoing)), length, mine.n, mine.values.dtype).resize(share)
+
+    received = comm.switch(
+        fitting(jnp.max(amount), lengths), [functools.partial(exchange, length) for length in lengths]
+    )
     own = mine.window(jnp.int32(0), jnp.minimum(kept[rank], share), share)
     return own.followed_by(received).join(share)
-
-
-def exchange_surplus(
-    comm: Comm, mine: SparseVector, counts: jax.Array, share: int | jax.Array, length: int, wire: Messages
-) -> SparseVector:
-    """Sends what is above a worker's share to workers below theirs, in messages of ``length``.
-
-    Returns:
-      What arrives at this worker: a run from each worker.
-    """
-    first, amount = moves(counts, share)
-    outgoing = mine.window(first[comm.rank()], amount[comm.rank()], length)
-    return wire.decode(comm.all_to_all(wire.encode(outgoing)), length, mine.n, mine.values.dtype)
 
 
 def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Array]:
