@@ -10,7 +10,7 @@ from .._comm.comm import Comm
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
 from ..wire import Messages
-from ._base import AllReduce
+from ._base import AllReduce, check_keeps_zeros
 from ._gather import gather_dense
 from ._regions import (
     in_place,
@@ -52,6 +52,7 @@ class DsarSplitAllGather(AllReduce):
     def __post_init__(self):
         if self.group < 1:
             raise ValueError(f"group is {self.group}; it is a number of workers, so it must be at least 1")
+        check_keeps_zeros(self.quantize)
 
     @property
     def unbiased(self) -> bool:
