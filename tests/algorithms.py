@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 import jsparse
@@ -62,6 +63,11 @@ class Row:
       mixes: whether an element of the sum depends on others, as in a product of matrices. Then
         rounding is small beside the largest elements, and not beside each. What is rounded also
         differs between transports, which add up products in different orders.
+      waits: how long an element of a constant gradient waits at most, in P n/k steps. Longer where
+        elements are chosen at random, or where a threshold lets far more than k of them through.
+      reaches: what the time-averaged update of a constant gradient reaches, if it is not the mean
+        gradient: the lowest and the highest value of each element, from gradients of shape
+        ``(P, n)``.
       card: what the tables say of the preset of this name; None for its variants.
     """
 
@@ -81,6 +87,8 @@ class Row:
     alike: bool = True
     lossy: Callable[[Any], Any] | None = None
     mixes: bool = False
+    waits: float = 1.5
+    reaches: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
     card: Card | None = None
 
     def __str__(self) -> str:
@@ -263,6 +271,7 @@ ROWS = [
         bound=lambda n, k, size: 4,
         exact=False,
         alike=False,
+        reaches=lambda gradients: 2 * (oracles.a2sgd([gradients])[0].mean(0),),
         card=Card(
             "A2SGD (Bhattacharya et al., CLUSTER 2021): two means; replicas differ", "`16(P-1)/P`", "", "to compare"
         ),
@@ -276,6 +285,7 @@ ROWS = [
         bound=lambda n, k, size: 4 * 4,
         exact=False,
         alike=False,
+        reaches=lambda gradients: 2 * (oracles.of_each_leaf(oracles.a2sgd, gradients, (7, 1, 395, 600)).mean(0),),
     ),
     Row(
         "torus",
@@ -406,6 +416,7 @@ ROWS = [
         oktopk_selecting(lambda density: select.FixedThreshold(2.0, density)),
         sizes=(2, 7),
         bound=oktopk_bound,
+        waits=12,
     ),
     Row("oktopk-mstopk", oktopk_selecting(select.MSTopK), sizes=(2, 7), bound=oktopk_bound),
     # A lower expected number, so that the three workers together do not exceed 3 k.
@@ -417,11 +428,12 @@ ROWS = [
     Row("topk_allgather-dgc", topk_allgather_selecting(select.DgcThreshold), sizes=(3,)),
     Row("topk_allgather-bucketed", topk_allgather_selecting(lambda d: select.BucketedTopK(d, 64)), sizes=(3,)),
     Row("topk_allgather-chunked", topk_allgather_selecting(select.ChunkedTopK), sizes=(3,)),
-    Row("topk_allgather-random_k", topk_allgather_selecting(select.RandomK), sizes=(3,)),
+    Row("topk_allgather-random_k", topk_allgather_selecting(select.RandomK), sizes=(3,), waits=4),
     Row(
         "topk_allgather-random_k-own",
         topk_allgather_selecting(lambda density: select.RandomK(density, shared=False)),
         sizes=(3,),
+        waits=4,
     ),
     Row(
         "gtopk",
@@ -575,6 +587,11 @@ ROWS = [
         sizes=(3, 8),
         bound=lambda n, k, size: 2 * k * (size - 1) + 4,
         scale=32,
+        # What waits gathers momentum: it arrives as itself to 1 / (1 - m) times itself.
+        reaches=lambda gradients: (
+            np.minimum(gradients, 2 * gradients).mean(0),
+            np.maximum(gradients, 2 * gradients).mean(0),
+        ),
         card=Card("Deep Gradient Compression (Lin et al., ICLR 2018)", "`8k(P-1)`", "2n", "density 0.1 % and below"),
     ),
     Row(

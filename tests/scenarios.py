@@ -99,8 +99,35 @@ ALL: dict[str, Scenario] = {
 }
 
 
+def cancelling(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Workers cancel in pairs in the largest quarter of the elements, and agree on the others.
+
+    It is the same in each step.
+    """
+    signs = rng.choice([-1, 1], N)
+    in_pairs = np.where(np.arange(size) < size // 2 * 2, 2 * (-1) ** np.arange(size), 0)
+    gradient = np.where(np.arange(N) % 4 == 0, in_pairs[:, None], 1) * signs
+    while True:
+        yield gradient
+
+
+def disagreeing(size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Workers differ by more than they have in common. It is the same in each step."""
+    apart = rng.integers(-3, 4, (size, N))
+    apart[-1] -= apart.sum(0)
+    gradient = apart + rng.choice([-1, 1], N)
+    while True:
+        yield gradient
+
+
+# Gradients that stay the same from step to step.
+STANDING: dict[str, Scenario] = {
+    scenario.__name__: scenario for scenario in (constant, disjoint_constant, cancelling, disagreeing)
+}
+
+
 def stream(name: str, size: int, steps: int, seed: int = 0) -> Iterator[np.ndarray]:
-    for gradient in itertools.islice(ALL[name](size, np.random.default_rng(seed)), steps):
+    for gradient in itertools.islice((ALL | STANDING)[name](size, np.random.default_rng(seed)), steps):
         yield gradient.astype(np.float32)
 
 

@@ -62,6 +62,7 @@ ARGUMENTS = [
     (lambda: quantize.Block8(0), "bucket is 0"),
     (lambda: quantize.Codebook(3), "bits is 3"),
     (lambda: jsparse.quantized(AXIS, quantize=quantize.Codebook(4)), r"quantize is Codebook\(bits=4\)"),
+    (lambda: jsparse.allreduce.DsarSplitAllGather(quantize=quantize.Codebook(2)), r"Codebook\(bits=2\), which changes"),
     (lambda: jsparse.quantized(AXIS, quantize=quantize.Block8(), split="rotate"), "split is 'rotate'"),
     (lambda: jsparse.quantized(AXIS, quantize=quantize.TernGrad(), error_feedback=True), "contract=True"),
     (lambda: jsparse.gtopk(AXIS, density=0.1, wire=jsparse.wire.Compact(quantize.QSGD())), "contract=True"),

@@ -1,6 +1,7 @@
 """Ways to run workers: each gives the same function of stacked gradients and states."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,3 +140,15 @@ def traffic(row: Row, size: int) -> jsparse.Traffic:
     state = jax.eval_shape(vmapped(lambda _: tx.init(zeros()), row, size), np.arange(size))
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     return jsparse.traffic(tx.update, zeros(), local, axis_sizes=axis_sizes(row, size))
+
+
+def ways_through(traffic: jsparse.Traffic) -> set[tuple[int, int]]:
+    """The words and messages of every way through a program's branches."""
+    ways = {(0, 0)}
+    for part in traffic.parts:
+        if hasattr(part, "branches"):
+            options = set().union(*(ways_through(branch) for branch in part.branches))
+        else:
+            options = {(part.times * math.ceil(part.cost.bytes / part.times / 4), part.cost.messages)}
+        ways = {(words + w, messages + m) for words, messages in ways for w, m in options}
+    return ways

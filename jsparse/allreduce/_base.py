@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from .._comm.comm import Comm
 from .._vector.arguments import check_fields
 from .._vector.sparse_vector import SparseVector
+from ..quantize import Codebook, Quantizer
 from ..wire import Messages
 
 
@@ -77,3 +78,12 @@ class AllReduce:
     def report(self, state: Any) -> ReduceReport:
         """The report of the call that returned ``state``."""
         return ReduceReport(jnp.int32(0), jnp.zeros(()))
+
+
+def check_keeps_zeros(quantize: Quantizer) -> None:
+    """Refuses a quantizer that makes other numbers of the zeros of a dense vector."""
+    if isinstance(quantize, Codebook):
+        raise ValueError(
+            f"quantize is {quantize}, which changes zeros: use it for the values of sparse vectors, in "
+            "wire.Compact(...); for a dense vector use quantize.Block8() (8 bits) or QSGD(levels=7) (4 bits)"
+        )

@@ -12,7 +12,7 @@ from .._vector.sparse_vector import SparseVector
 from ..quantize import Exact, Quantizer
 from ..quantize._base import check_quantizer
 from ..wire import Messages
-from ._base import AllReduce
+from ._base import AllReduce, check_keeps_zeros
 from ._gather import gather_dense
 from ._regions import in_order, index_of, split_and_reduce
 
@@ -50,6 +50,7 @@ class DsarSplitAllGather(AllReduce):
         if self.group < 1:
             raise ValueError(f"group is {self.group}; it is a number of workers, so it must be at least 1")
         check_quantizer("quantize", self.quantize)
+        check_keeps_zeros(self.quantize)
 
     @property
     def unbiased(self) -> bool:

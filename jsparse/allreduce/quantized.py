@@ -11,10 +11,10 @@ from jax import lax
 from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
-from ..quantize import Codebook, Quantizer
+from ..quantize import Quantizer
 from ..quantize._base import check_quantizer
 from ..wire import Messages
-from ._base import AllReduce
+from ._base import AllReduce, check_keeps_zeros
 from ._gather import gather_dense, quantizer_key
 
 
@@ -52,11 +52,7 @@ class Quantized(AllReduce):
         if not isinstance(self.split, bool) and self.split != "ring":
             raise ValueError(f'split is {self.split!r}; choose False, True or "ring"')
         check_quantizer("quantize", self.quantize)
-        if isinstance(self.quantize, Codebook):
-            raise ValueError(
-                f"quantize is {self.quantize}, which changes zeros: use it for the values of sparse vectors, in "
-                "wire.Compact(...); for a dense vector use quantize.Block8() (8 bits) or QSGD(levels=7) (4 bits)"
-            )
+        check_keeps_zeros(self.quantize)
 
     @property
     def unbiased(self) -> bool:
