@@ -24,6 +24,7 @@ from jax import lax
 import jsparse
 import transports
 from algorithms import ROWS, Row
+from jsparse._engine.a2sgd import TwoMeans
 from jsparse._engine.memory import ErrorFeedback, LeftAside, Memory, NoMemory
 from jsparse._engine.momentum import MomentumCorrection
 from jsparse._engine.phases import Phased
@@ -61,6 +62,11 @@ class Program:
     @property
     def zeros(self) -> list[np.ndarray]:
         return [np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in self.leaves]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all workers get the same update."""
+        return not isinstance(self.synchroniser, TwoMeans)
 
     @property
     def row(self) -> Row:
@@ -429,7 +435,7 @@ def check_run(program: Program, kinds: Sequence[str], fault: Fault | None, seed:
             place = spoil(program, grads, fault)
         updates, _, after = run.advance(grads, state, np.int32(1))
         updates = [np.asarray(leaf) for leaf in updates]
-        if program.synchroniser.alike:
+        if program.alike:
             assert all(same_bits(leaf, np.broadcast_to(leaf[:1], leaf.shape)) for leaf in updates), "replicas differ"
         check_report(program, run, after)
         if spoilt:
@@ -462,7 +468,7 @@ def check_fault(
     after: jsparse.SparseAllReduceState,
 ) -> None:
     """All workers see it, and nothing is changed; without a state, it may stay where it is."""
-    if jax.tree.leaves(before.buckets) or not program.synchroniser.alike:
+    if jax.tree.leaves(before.buckets) or not program.alike:
         assert all(np.isnan(leaf).all() for leaf in updates)
         assert same_bits(before.buckets, after.buckets)
         assert same_bits(before.step, after.step)
@@ -521,7 +527,7 @@ def check_mass(
     Exactly, where whole numbers are sent without rounding; else to rounding. ``earlier`` are the
     sums of the steps before, for a server that is late.
     """
-    if not program.synchroniser.alike:
+    if not program.alike:
         return
     stage = running(program, before)
     sums = []
@@ -630,7 +636,7 @@ def steps_to_wait(program: Program) -> float:
     quantizers that move a value far from itself, and with all-reduces that leave what they cut at
     its senders.
     """
-    if not program.synchroniser.alike:
+    if not program.alike:
         return math.inf
     *_, stage = stages_of(program.synchroniser)
     most = 1.0 + stage.reducer.staleness

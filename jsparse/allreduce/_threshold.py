@@ -136,7 +136,7 @@ class _Curves(NamedTuple):
     def counts(self, threshold: jax.Array) -> jax.Array:
         """Each worker's count, shape ``(P,)``. It never rises with the threshold."""
         first = self.corners[0]
-        counts = self.ranks[0] - _share(self.ranks[0], threshold - first, jnp.full_like(first, OCTAVE))
+        counts = _share(self.ranks[0], first + OCTAVE - threshold, jnp.full_like(first, OCTAVE))
         for i, (upper, lower) in enumerate(itertools.pairwise(self.corners)):
             counts += _share(self.ranks[i + 1] - self.ranks[i], upper - threshold, upper - lower)
         return counts
