@@ -121,14 +121,14 @@ def measure(
 def table(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Prints one row for each algorithm, and one column for each setting."""
     out = rich.table.Table(
-        title=f"loss of the last {LAST} of {args.steps} steps (residual over gradient)",
-        caption=f"{args.workers} workers; means of {args.seeds} seeds",
+        title="loss (residual over gradient)",
+        caption=f"{args.workers} workers, means of the last {LAST} of {args.steps} steps, {args.seeds} seeds",
     )
     columns = list(dict.fromkeys((run["classes"], run["density"]) for run in runs))
     for name in ("", *(f"{classes} digits a worker\n{100 * density:g} %" for classes, density in columns)):
         out.add_column(name, justify="right" if name else "left")
     for name, cells in itertools.groupby(runs, key=lambda run: run["algorithm"]):
-        out.add_row(name, *(f"{cell['loss']:.2g} ({cell['residual']:.2g})" for cell in cells))
+        out.add_row(name, *(f"{cell['loss']:.3g} ({cell['residual']:.2g})" for cell in cells))
     rich.console.Console(width=100).print(out)
 
 

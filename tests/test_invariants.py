@@ -382,6 +382,41 @@ def test_every_element_gets_its_turn(row: Row, size: int, scenario: str):
     assert arrived.all(), f"never arrived: {np.flatnonzero(~arrived)}"
 
 
+def disagreeing(size: int) -> np.ndarray:
+    """A gradient for each worker, shape ``(size, N)``. Most elements are those of two workers, and
+    cancel, or nearly.
+    """
+    rng = np.random.default_rng(size)
+    gradient = rng.integers(-3, 4, (size, N)).astype(np.float32)
+    gradient[:, : 2 * N // 3] = 0
+    for index in range(2 * N // 3):
+        a, b = rng.choice(size, 2, replace=False)
+        gradient[a, index] = large = rng.integers(5, 10)
+        gradient[b, index] = index % 2 - large
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "row, size", [case(row, size) for row in ROWS if row.preset == "gtopk" and row.exact for size in some(row, 2, 8)]
+)
+def test_nothing_waits_for_ever(row: Row, size: int):
+    """Invariant 8: under constant gradients the mean of all updates reaches the mean gradient.
+
+    Where one worker takes over what is cut, residuals stay below a bound that depends on P and
+    n / k alone.
+    """
+    gradient, steps = disagreeing(size), 100 * size
+    residual = np.zeros_like(gradient)
+    for step in run(row, size, itertools.repeat(gradient, steps)):
+        residual = step.residual
+    assert np.abs(residual.sum(0)).sum() <= 0.4 * steps * np.abs(gradient.sum(0)).sum()
+    rule = row.make("workers", DENSITY).synchroniser.reducer.allreduce
+    if rule.put_back == "owner" or rule.topology == "tree":
+        merges = 2 ** (size - 1).bit_length() if rule.topology != "allgather" else size
+        bound = merges * N / round(DENSITY * N) * np.abs(gradient).sum()
+        assert np.abs(residual).sum() <= bound
+
+
 @pytest.mark.parametrize("row, size", CASES)
 def test_traffic_is_what_is_sent(row: Row, size: int):
     """Invariant 3: what a step says it sent is what one way through the traced program sends, to
