@@ -79,8 +79,9 @@ def training(name: str, density: float, images: Images, args: argparse.Namespace
         return optax.apply_updates(params, updates), state, figures
 
     def step(carry, batch):
-        *carry, figures = jax.vmap(worker, axis_name="workers")(*carry, batch)
-        return tuple(carry), figures
+        params, state = carry
+        params, state, figures = jax.vmap(worker, axis_name="workers")(params, state, batch)
+        return (params, state), figures
 
     @jax.jit
     def run(params, batches):
@@ -122,10 +123,11 @@ def table(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Prints one row for each algorithm, and one column for each setting."""
     out = rich.table.Table(
         title="loss (residual over gradient)",
-        caption=f"{args.workers} workers, means of the last {LAST} of {args.steps} steps, {args.seeds} seeds",
+        caption=f"{args.workers} workers, each with images of so many digits; means of the last {LAST} of {args.steps} "
+        f"steps, {args.seeds} seeds",
     )
     columns = list(dict.fromkeys((run["classes"], run["density"]) for run in runs))
-    for name in ("", *(f"{classes} digits a worker\n{100 * density:g} %" for classes, density in columns)):
+    for name in ("", *(f"{classes} digits\n{100 * density:g} %" for classes, density in columns)):
         out.add_column(name, justify="right" if name else "left")
     for name, cells in itertools.groupby(runs, key=lambda run: run["algorithm"]):
         out.add_row(name, *(f"{cell['loss']:.3g} ({cell['residual']:.2g})" for cell in cells))
@@ -162,13 +164,16 @@ def main(argv: list[str] | None = None) -> None:
 
     images, runs = load_images("digits"), []
     names = args.algorithm or list(ALGORITHMS)
-    with rich.progress.Progress() as progress:
-        bar = progress.add_task("trainings", total=len(names) * len(args.density) * len(args.classes) * args.seeds)
-        for name in names:
-            trained = {density: training(name, density, images, args) for density in args.density}
-            for classes, density in itertools.product(args.classes, args.density):
-                figures = measure(trained[density], classes, images, args, lambda: progress.advance(bar))
-                runs.append({"algorithm": name, "classes": classes, "density": density, **figures})
+    try:
+        with rich.progress.Progress() as progress:
+            bar = progress.add_task("trainings", total=len(names) * len(args.density) * len(args.classes) * args.seeds)
+            for name in names:
+                trained = {density: training(name, density, images, args) for density in args.density}
+                for classes, density in itertools.product(args.classes, args.density):
+                    figures = measure(trained[density], classes, images, args, lambda: progress.advance(bar))
+                    runs.append({"algorithm": name, "classes": classes, "density": density, **figures})
+    except ValueError as error:
+        parser.error(str(error))
     table(runs, args)
     if args.json:
         args.json.write_text(json.dumps(runs))

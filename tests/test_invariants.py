@@ -402,8 +402,7 @@ def disagreeing(size: int) -> np.ndarray:
 def test_nothing_waits_for_ever(row: Row, size: int):
     """Invariant 8: under constant gradients the mean of all updates reaches the mean gradient.
 
-    Where one worker takes over what is cut, residuals stay below a bound that depends on P and
-    n / k alone.
+    Where one worker takes over what is cut, residuals are bounded by n / k gradients.
     """
     gradient, steps = disagreeing(size), 100 * size
     residual = np.zeros_like(gradient)
@@ -412,9 +411,7 @@ def test_nothing_waits_for_ever(row: Row, size: int):
     assert np.abs(residual.sum(0)).sum() <= 0.4 * steps * np.abs(gradient.sum(0)).sum()
     rule = row.make("workers", DENSITY).synchroniser.reducer.allreduce
     if rule.put_back == "owner" or rule.topology == "tree":
-        merges = 2 ** (size - 1).bit_length() if rule.topology != "allgather" else size
-        bound = merges * N / round(DENSITY * N) * np.abs(gradient).sum()
-        assert np.abs(residual).sum() <= bound
+        assert np.abs(residual).sum() <= 1.1 * N / round(DENSITY * N) * np.abs(gradient).sum()
 
 
 @pytest.mark.parametrize("row, size", CASES)

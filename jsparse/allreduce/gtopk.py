@@ -51,8 +51,8 @@ class GTopk(AllReduce):
         through another pair; and elements that add up to 0 are sent again in every step.
 
     **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width. (If P
-    is not a power of two, log is rounded down, and there are two messages more: ``4k`` words and a
-    bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages. All-gather
+    is not a power of two, log is rounded down, and there are two messages more: ``4k`` words and,
+    without an owner, a bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages. All-gather
     ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once more, in
     parts, to type it as alike on all workers: ``2k (P-1)/P`` words.
 
@@ -206,8 +206,9 @@ def _largest(x: SparseVector, k: int) -> SparseVector:
 def _taken_over(comm: Comm, whole: SparseVector, total: SparseVector, holders: int) -> SparseVector:
     """What this worker takes over of the sums that were cut: negated, so as to be delivered.
 
-    ``holders`` workers of consecutive ranks have cut ``whole`` to ``total``. An index goes to the
-    one whose rank is equal to it modulo ``holders``: over all rounds, mostly to the same worker.
+    ``holders`` workers of consecutive ranks have cut ``whole`` to ``total``. Of these an index
+    goes to the one whose rank equals it modulo ``holders``: to the same one in every step, so that
+    what comes later adds up with it there.
     """
     mine = whole.indices % holders == comm.rank() % holders
     return SparseVector(-whole.values, whole.indices, whole.n).where(
