@@ -52,9 +52,9 @@ class GTopk(AllReduce):
 
     **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width. (If P
     is not a power of two, log is rounded down, and there are two messages more: ``4k`` words and,
-    without an owner, a bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages. All-gather
-    ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once more, in
-    parts, to type it as alike on all workers: ``2k (P-1)/P`` words.
+    without an owner, a bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages.
+    All-gather ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once
+    more, in parts, to type it as alike on all workers: ``2k (P-1)/P`` words.
 
     References:
       Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
