@@ -316,11 +316,13 @@ def owners(n: int, workers: int) -> np.ndarray:
     return np.array(dealt)
 
 
-def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_) -> Expected:
+def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", put_back: str = "exact", **_) -> Expected:
     """gTop-k, which follows each worker's elements through the merges one by one.
 
-    What is cut is taken from the workers that it came from. In the published tree, the worker that
-    receives keeps all that it cuts.
+    What is cut from a sum is taken from the workers whose elements it consists of, or, with an
+    owner, from one of the workers that know the sum. In the tree, only the worker that receives
+    knows it. What a worker gives to a sum of 0 is delivered. The paper's rule is Algorithm 4, line
+    10: a worker has delivered what has an index of the result.
     """
     workers, n = accs.shape
     k = max(1, round(density * n))
@@ -328,46 +330,51 @@ def gtopk(accs: np.ndarray, *, density: float, topology: str = "butterfly", **_)
     for worker, acc in enumerate(accs):
         chosen = top_k(acc, k)
         sent[worker, chosen] = acc[chosen]
-
-    # For each group of workers that have met: what each member has contributed to the group's
-    # vector.
-    groups = {worker: {worker: sent[worker].copy()} for worker in range(workers)}
     delivered = sent.copy()
 
+    # What the sum that a worker knows consists of: each worker's elements.
+    groups = {worker: {worker: sent[worker].copy()} for worker in range(workers)}
+
     def value(group):
+        # Integers are exact in any order. Other numbers are added in the order of the pairs.
         return _ordered_sum([part.astype(np.float64) for _, part in sorted(group.items())]).astype(accs.dtype)
 
-    def meet(a, b, keeper=None):
-        whole = {**groups[a], **groups[b]}
-        # Integers are exact in any order. Other numbers are added in the order of the pairs.
+    def meet(members, knowing):
+        """The groups of ``members`` become one, which the workers ``knowing`` know."""
+        whole = {worker: part for member in members for worker, part in groups[member].items()}
+        values = value(whole)
         kept = np.zeros(n, bool)
-        kept[top_k(value(whole), k)] = True
-        if keeper is not None:
-            delivered[keeper] -= np.where(kept, 0, value(whole))
-        return {worker: np.where(kept, part, 0) for worker, part in whole.items()}
+        kept[top_k(values, k)] = True
+        for index in np.flatnonzero(~kept & (values != 0)):
+            if put_back == "owner" or topology == "tree":
+                delivered[knowing[index % len(knowing)], index] -= values[index]
+            else:
+                for worker, part in whole.items():
+                    delivered[worker, index] -= part[index]
+        whole = {worker: np.where(kept, part, 0) for worker, part in whole.items()}
+        groups.update(dict.fromkeys(knowing, whole))
 
+    power = 2 ** int(np.log2(workers))
     if topology == "allgather":
-        everyone = {worker: sent[worker] for worker in range(workers)}
-        kept = top_k(value(everyone), k)
-        delivered = np.zeros_like(accs)
-        delivered[:, kept] = sent[:, kept]
-        return Expected(_ordered_sum(delivered), delivered)
-    if topology == "tree":
+        meet(range(workers), range(workers))
+    elif topology == "tree":
         distance = 1
         while distance < workers:
             for rank in range(0, workers - distance, 2 * distance):
-                groups[rank] = meet(rank, rank + distance, keeper=rank)
+                meet([rank, rank + distance], [rank])
             distance *= 2
-        return Expected(value(groups[0]), delivered)
-    power = 2 ** int(np.log2(workers))
-    for guest in range(power, workers):
-        groups[guest - power] = meet(guest - power, guest)
-    distance = 1
-    while distance < power:
-        groups |= {rank: meet(rank, rank ^ distance) for rank in range(power)}
-        distance *= 2
-    delivered = np.stack([groups[0][worker] for worker in range(workers)])
-    return Expected(value(groups[0]), delivered)
+    else:
+        for guest in range(power, workers):
+            meet([guest - power, guest], [guest - power])
+        distance = 1
+        while distance < power:
+            for rank in range(0, power, 2 * distance):
+                meet([rank, rank + distance], range(rank, rank + 2 * distance))
+            distance *= 2
+    total = value(groups[0])
+    if put_back == "paper":
+        delivered = np.where(total != 0, sent, 0)
+    return Expected(total, delivered)
 
 
 class Compressed(NamedTuple):

@@ -13,7 +13,7 @@ import jsparse
 import oracles
 import scenarios
 import transports
-from algorithms import ROWS, Row
+from algorithms import DENSITY, ROWS, Row
 from jsparse._comm.metered import Metered
 from jsparse._vector.sparse_vector import SparseVector
 from jsparse.allreduce import DsarSplitAllGather, SsarRecursiveDoubling, SsarSplitAllGather, maximum, minimum
@@ -231,19 +231,83 @@ def test_the_published_put_back_loses_mass_and_the_exact_one_none(row: Row, size
     """
     gradients = scenarios.take("ordinary", size, 6)
     published = functools.partial(jsparse.gtopk, put_back="paper", **row.oracle_args)
-    paper = dataclasses.replace(row, make=lambda comm, density: published(comm, density=density))
+    paper = dataclasses.replace(
+        row,
+        make=lambda comm, density: published(comm, density=density),
+        oracle_args={**row.oracle_args, "put_back": "paper"},
+    )
     lost = {}
     for name, variant in (("paper", paper), ("exact", row)):
         state, update = transports.workers(variant, size)
-        delivered = np.zeros(transports.N)
+        delivered, kept = np.zeros(transports.N), np.zeros((size, transports.N), np.float32)
         for gradient in gradients:
             updates, state = update(transports.tree(gradient), state)
-            delivered = delivered + np.round(transports.flat(updates, size)[0].astype(np.float64) * size)
-        kept = np.asarray(state.buckets[0].residual).sum(0, dtype=np.float64)
+            want = oracles.gtopk(kept + gradient, density=DENSITY, **variant.oracle_args)
+            total = np.round(transports.flat(updates, size)[0].astype(np.float64) * size)
+            np.testing.assert_array_equal(total, want.total)
+            before, kept = kept, np.asarray(state.buckets[0].residual)
+            np.testing.assert_array_equal(before + gradient - kept, want.delivered)
+            delivered = delivered + total
         given = np.sum(gradients, axis=(0, 1), dtype=np.float64)
-        lost[name] = np.abs(given - kept - delivered).sum() / np.abs(delivered).sum()
+        lost[name] = np.abs(given - kept.sum(0, dtype=np.float64) - delivered).sum() / np.abs(delivered).sum()
     assert lost["exact"] == 0
     assert lost["paper"] > 0.01
+
+
+@functools.cache
+def constant_gradients(size: int, n: int, density: float, **rule: str):
+    """Runs gtopk: a function of a gradient, shape ``(size, n)``, and of a number of steps with it.
+
+    It returns the mean of all updates, shape ``(n,)``, and the residuals, shape ``(size, n)``.
+    """
+    tx = jsparse.gtopk(AXIS, density=density, **rule)
+
+    def run(gradient, steps):
+        def step(_, carry):
+            total, state = carry
+            update, state = tx.update(gradient, state)
+            return total + update, state
+
+        total, state = jax.lax.fori_loop(0, steps, step, (jnp.zeros(n), tx.init(jnp.zeros(n))))
+        return total / steps, jsparse.residual(state)[0]
+
+    mapped = jax.jit(jax.vmap(run, in_axes=(0, None), axis_name=AXIS))
+
+    def both(gradient, steps):
+        mean, residual = mapped(gradient.astype(np.float32), steps)
+        return np.asarray(mean)[0], np.asarray(residual)
+
+    return both
+
+
+@pytest.mark.parametrize("put_back", ["exact", "owner"])
+@pytest.mark.parametrize("topology", quick(["butterfly", "tree", "allgather"], "butterfly"))
+@pytest.mark.parametrize("size", quick([2, 5, 8], 2))
+def test_training_goes_on_where_sums_cancel(size: int, topology: str, put_back: str):
+    """The k largest elements of each worker add up to 0, so they are delivered and make room."""
+    signs = np.where(np.arange(size) % 2, -1, 1) * (np.arange(size) < size // 2 * 2)
+    gradient = np.full((size, 16), 0.5)
+    gradient[:, :2] = signs[:, None]
+    mean, _ = constant_gradients(size, 16, 2 / 16, topology=topology, put_back=put_back)(gradient, 300)
+    np.testing.assert_allclose(mean, gradient.mean(0), atol=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topology", ["butterfly", "allgather"])
+def test_an_owner_bounds_residuals_where_sums_nearly_cancel(topology: str):
+    """Two workers' sums are a thousandth of their elements, less than what all others send.
+
+    With ``"exact"`` both keep sending the same elements, and nothing else.
+    """
+    size, n, k = 8, 400, 20
+    gradient = np.zeros((size, n))
+    gradient[0, : n // 2], gradient[1, : n // 2], gradient[2:, n // 2 :] = 1000, -999, 10
+    norms = {}
+    for put_back in ("exact", "owner"):
+        _, residual = constant_gradients(size, n, k / n, topology=topology, put_back=put_back)(gradient, 200)
+        norms[put_back] = np.abs(residual).sum() / np.abs(gradient).sum()
+    assert norms["owner"] < n / k
+    assert norms["exact"] > 0.9 * 200
 
 
 @pytest.mark.parametrize(("size", "count"), [(3, 11), (64, 530), (64, 127)])

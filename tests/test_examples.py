@@ -1,5 +1,6 @@
 """The examples and the command line, run as users run them."""
 
+import argparse
 import gzip
 import json
 import os
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import jsparse
-from examples import fill_in, paper_rule, train
+from examples import fill_in, paper_rule, train, unlike
 from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
@@ -188,6 +189,37 @@ def test_the_papers_rule_and_the_distance_to_it():
     np.testing.assert_array_equal(rule, [5, 0, 3])
     assert paper_rule.distance(rule, rule) == (1, 0)
     assert paper_rule.distance(np.array([5.0, 1.0, 0.0]), rule) == (0.5, pytest.approx(np.sqrt(10 / 34)))
+
+
+@pytest.mark.full
+def test_workers_with_unlike_data(tmp_path, capsys):
+    """Of two digits each, they learn; what they have not sent is beside the loss."""
+    arguments = ["--algorithm", "gtopk", "--algorithm", "gtopk-owner", "--workers", "4", "--density", "0.02"]
+    unlike.main([*arguments, "--classes", "2", "--steps", "120", "--seeds", "1", "--json", str(tmp_path / "x.json")])
+    out = capsys.readouterr().out
+    runs = json.loads((tmp_path / "x.json").read_text())
+    assert [run["algorithm"] for run in runs] == ["gtopk", "gtopk-owner"]
+    for run in runs:
+        assert f"{run['loss']:.3g} ({run['residual']:.2g})" in out
+        assert run["loss"] < 1 < run["residual"]
+    with pytest.raises(SystemExit):
+        unlike.main(["--density", "2"])
+    assert "density is 2.0" in capsys.readouterr().err
+
+
+def test_who_has_which_digits():
+    args = argparse.Namespace(workers=6, steps=20, batch=8)
+    labels = np.arange(100, dtype=np.int32) % 10
+    batches = labels[unlike.draw(labels, 2, 0, args)]
+    assert batches.shape == (20, 6, 8)
+    assert [sorted(set(batches[:, worker].flat)) for worker in range(6)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+        [0, 1],
+    ]
 
 
 def test_the_busiest_owner():

@@ -406,6 +406,38 @@ def test_nothing_waits_for_ever(row: Row, size: int, scenario: str):
     assert not late.size, f"{late.size} elements, {late[:5]}, are off by {off[late[:5]]} after {steps} steps"
 
 
+def disagreeing(size: int) -> np.ndarray:
+    """A gradient for each worker, shape ``(size, N)``. Most elements are those of two workers, and
+    cancel, or nearly.
+    """
+    rng = np.random.default_rng(size)
+    gradient = rng.integers(-3, 4, (size, N)).astype(np.float32)
+    gradient[:, : 2 * N // 3] = 0
+    for index in range(2 * N // 3):
+        a, b = rng.choice(size, 2, replace=False)
+        gradient[a, index] = large = rng.integers(5, 10)
+        gradient[b, index] = index % 2 - large
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "row, size", [case(row, size) for row in ROWS if row.preset == "gtopk" and row.exact for size in some(row, 2, 8)]
+)
+def test_nothing_waits_for_ever(row: Row, size: int):
+    """Invariant 8: under constant gradients the mean of all updates reaches the mean gradient.
+
+    Where one worker takes over what is cut, residuals are bounded by n / k gradients.
+    """
+    gradient, steps = disagreeing(size), 100 * size
+    residual = np.zeros_like(gradient)
+    for step in run(row, size, itertools.repeat(gradient, steps)):
+        residual = step.residual
+    assert np.abs(residual.sum(0)).sum() <= 0.4 * steps * np.abs(gradient.sum(0)).sum()
+    rule = row.make("workers", DENSITY).synchroniser.reducer.allreduce
+    if rule.put_back == "owner" or rule.topology == "tree":
+        assert np.abs(residual).sum() <= 1.1 * N / round(DENSITY * N) * np.abs(gradient).sum()
+
+
 @pytest.mark.parametrize("row, size", CASES)
 def test_traffic_is_what_is_sent(row: Row, size: int):
     """Invariant 3: what a step says it sent is what one way through the traced program sends, to

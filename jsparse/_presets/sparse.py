@@ -103,7 +103,7 @@ def gtopk(
     *,
     density: float | None = None,
     topology: Literal["butterfly", "tree", "allgather"] = "butterfly",
-    put_back: Literal["exact", "paper"] = "exact",
+    put_back: Literal["exact", "owner", "paper"] = "exact",
     **options: Unpack[Options],
 ) -> SparseAllReduce:
     """gTop-k: the k largest elements of the sum of the workers' top-k, merged in pairs.

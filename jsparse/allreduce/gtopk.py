@@ -5,7 +5,7 @@ elements of the sum. Algorithm 3 applies it along a tree and broadcasts the resu
 cuts on the way is lost: Algorithm 4 (line 10) puts those elements back into a worker's residual
 whose index is not in the *final* set of indices. But an element may be cut in an inner round while
 its index comes back through another branch. Then the index is in the final set, although the
-element is not in the sum. In this implementation, the worker that knows what was cut keeps it.
+element is not in the sum. In this implementation, a worker that knows what was cut keeps it.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from ._gather import difference
 from ._pairs import Pairs, among, butterfly, deliver, either, receives, type_as_alike
 
 TOPOLOGIES = ("butterfly", "tree", "allgather")
+PUT_BACK = ("exact", "owner", "paper")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +41,20 @@ class GTopk(AllReduce):
         became of these elements. ``"tree"``: as published: one worker of a pair sends to the
         other, and the last one broadcasts. ``"allgather"``: the paper's naive version: every
         worker gathers all elements and keeps the k largest of the whole sum.
-      put_back: what stays in the residual. ``"exact"``: everything that did not become part of the
-        sum. In the tree, the worker that cuts a partial sum keeps what it cuts. ``"paper"``: the
-        elements of a worker whose index is not in the result. This loses elements that were cut in
-        a round, if their index came back through another pair.
+      put_back: who keeps what did not become part of the sum. ``"exact"``: the workers that sent
+        it. In the tree it is the worker that cuts, because the senders do not learn of it.
+        ``"owner"``: one worker takes over each partial sum that is cut, and all that sent a part
+        of it have delivered theirs. Of the workers that cut it, it is the one whose rank equals
+        the index, modulo their number; in the tree nothing changes. With both, elements that add
+        up to exactly 0 are delivered. ``"paper"``: each worker keeps its elements whose index is
+        not in the result. This loses elements that were cut in a round, if their index came back
+        through another pair; and elements that add up to 0 are sent again in every step.
 
     **Cost**: butterfly ``2k log P`` words and ``log P`` messages for float32 at full width. (If P
-    is not a power of two, log is rounded down, and there are two messages more: ``4k`` words and a
-    bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages. All-gather
-    ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once more, in
-    parts, to type it as alike on all workers: ``2k (P-1)/P`` words.
+    is not a power of two, log is rounded down, and there are two messages more: ``4k`` words and,
+    without an owner, a bit for each element.) Tree ``4k log P`` words and ``2 log P`` messages.
+    All-gather ``2k (P-1)`` words. Under ``check_vma=True`` the first two gather their result once
+    more, in parts, to type it as alike on all workers: ``2k (P-1)/P`` words.
 
     References:
       Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
@@ -57,48 +62,42 @@ class GTopk(AllReduce):
     """
 
     topology: Literal["butterfly", "tree", "allgather"] = "butterfly"
-    put_back: Literal["exact", "paper"] = "exact"
+    put_back: Literal["exact", "owner", "paper"] = "exact"
 
     def __post_init__(self):
         super().__post_init__()
         if self.topology not in TOPOLOGIES:
             raise ValueError(f"topology is {self.topology!r}; choose one of {', '.join(map(repr, TOPOLOGIES))}")
-        if self.put_back not in ("exact", "paper"):
-            raise ValueError(f'put_back is {self.put_back!r}; choose "exact" or "paper"')
+        if self.put_back not in PUT_BACK:
+            raise ValueError(f"put_back is {self.put_back!r}; choose one of {', '.join(map(repr, PUT_BACK))}")
 
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector, SparseVector, tuple[()]]:
         match self.topology:
             case "butterfly":
-                total, delivered = _butterfly(comm, x, wire)
+                total, delivered = _butterfly(comm, x, wire, self.put_back == "owner")
             case "tree":
                 total, delivered = _tree(comm, x, wire)
             case _:
-                message = wire.encode(x)
-                everyone = wire.decode(comm.all_gather(message), x.capacity, x.n, x.values.dtype)
-                total = _largest(everyone.merge(), x.capacity)
-                delivered = _within(wire.as_read(x, message), total)
+                total, delivered = _all_gather(comm, x, wire, self.put_back == "owner")
         if self.put_back == "paper":
-            delivered = _within(x, total)
+            delivered = x.where(bitmap.contains(total.union(), x.indices))
         return total, delivered, state
 
 
-def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
+def _butterfly(comm: Comm, x: SparseVector, wire: Messages, owner: bool) -> tuple[SparseVector, SparseVector]:
     """Every worker merges in every round.
 
-    An element of a worker is delivered if its index survives all merges of that worker. All
-    workers that hold the same sum round it alike when they send it. The first of them counts the
-    rounding as elements of its own.
+    All workers that hold the same sum round it alike when they send it. The first of them counts
+    the rounding as elements of its own. With ``owner``, one of them takes over each sum that they
+    cut. Otherwise each worker follows its own elements: one is delivered if the total holds its
+    index after all merges of this worker, or up to a merge in which the sum at this index is 0.
     """
     into, rounds, out = butterfly(comm.size)
     total = x
-    # Elements that this worker answers for, and which of them are in the total.
-    parts = [(x, x.indices < x.n)]
-
-    def add_rounding(read: SparseVector, first: jax.Array) -> None:
-        change = difference(read, total).where(first)
-        parts.append((change, change.indices < x.n))
+    # This worker's elements; which of them the total holds; which of them were cancelled.
+    mine = [_followed(x)]
 
     def exchange(pairs: Pairs, holders: int) -> SparseVector:
         """Sends the total, and continues with it as others read it.
@@ -108,38 +107,56 @@ def _butterfly(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVecto
         nonlocal total
         read, arrived = deliver(comm, total, pairs, wire)
         if not wire.lossless:
-            add_rounding(read, among(comm, (sender for sender, _ in pairs if sender % holders == 0)))
+            first = among(comm, (sender for sender, _ in pairs if sender % holders == 0))
+            mine.append(_followed(difference(read, total).where(first)))
             total = either(among(comm, (sender for sender, _ in pairs)), read, total)
         return arrived
 
-    def meet(other: SparseVector) -> None:
-        nonlocal total, parts
-        total = _largest(total.beside(other).merge(), x.capacity)
-        union = total.union()
-        parts = [(part, alive & bitmap.contains(union, part.indices)) for part, alive in parts]
+    def meet(other: SparseVector, holders: int) -> None:
+        """Merges. Then ``holders`` workers have the same total."""
+        nonlocal total, mine
+        whole = total.beside(other).merge()
+        total = _largest(whole, x.capacity)
+        if owner:
+            mine.append(_followed(_taken_over(comm, whole, total, holders)))
+            return
+        kept, zeros = total.union(), whole.where(whole.values == 0).union()
+        mine = [
+            (part, held & bitmap.contains(kept, part.indices), gone | (held & bitmap.contains(zeros, part.indices)))
+            for part, held, gone in mine
+        ]
 
     if into:
         guest = exchange(into, 1)
-        parts.insert(0, (guest, guest.indices < x.n))
-        meet(guest)
+        mine.insert(0, _followed(guest))
+        meet(guest, 1)
     for t, pairs in enumerate(rounds):
-        meet(exchange(pairs, 1 << t))
+        meet(exchange(pairs, 1 << t), 2 << t)
     if out:
-        # The guest gets the result, and one bit for each of its elements: whether it was
-        # delivered.
-        _, delivered = parts.pop(0)
         message = wire.encode(total)
         if not wire.lossless:
             read = wire.as_read(total, message)
-            add_rounding(read, among(comm, [0]))
+            mine.append(_followed(difference(read, total).where(among(comm, [0]))))
             total = read
-        arrived = comm.ppermute(jnp.concatenate([message, bitmap.pack(delivered).view(jnp.int32)]), out)
+        _, held, gone = mine.pop(0)
+        # The guest gets the result, and one bit for each of its elements: whether it was
+        # delivered. With an owner all were.
+        fate = [] if owner else [lax.bitcast_convert_type(bitmap.pack(held | gone), jnp.int32)]
+        arrived = comm.ppermute(jnp.concatenate([message, *fate]), out)
         is_guest = receives(comm, out)
         result, fate = jnp.split(arrived, [message.size])
         total = either(is_guest, wire.decode(result, x.capacity, x.n, x.values.dtype), total)
-        kept = bitmap.contains(fate.view(jnp.uint32), lax.iota(jnp.int32, x.capacity))
-        parts = [(part, jnp.where(is_guest, kept, alive)) for part, alive in parts]
-    return type_as_alike(comm, total, wire), _joined([part.where(alive) for part, alive in parts])
+        if not owner:
+            bits = lax.bitcast_convert_type(fate, jnp.uint32)
+            kept = bitmap.contains(bits, lax.iota(jnp.int32, x.capacity))
+            mine = [(part, jnp.where(is_guest, kept, held), gone & ~is_guest) for part, held, gone in mine]
+    return type_as_alike(comm, total, wire), _joined([part.where(held | gone) for part, held, gone in mine])
+
+
+def _followed(part: SparseVector) -> tuple[SparseVector, jax.Array, jax.Array]:
+    """Elements that enter the total: which of them it holds, and which were cancelled."""
+    used = part.indices < part.n
+    return part, used, jnp.zeros_like(used)
 
 
 def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, SparseVector]:
@@ -154,8 +171,7 @@ def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, Sp
             parts.append(difference(read, total).where(among(comm, (sender for sender, _ in pairs))))
         whole = total.beside(arrived).merge()
         total = _largest(whole, x.capacity)
-        cut = whole.where(~bitmap.contains(total.union(), whole.indices))
-        parts.append(SparseVector(-cut.values, cut.indices, x.n))
+        parts.append(_taken_over(comm, whole, total, 1))
     # The root's message is passed on unchanged.
     message = wire.encode(total)
     if not wire.lossless:
@@ -165,6 +181,17 @@ def _tree(comm: Comm, x: SparseVector, wire: Messages) -> tuple[SparseVector, Sp
         message = either(receives(comm, pairs), comm.ppermute(message, pairs), message)
     total = wire.decode(message, x.capacity, x.n, x.values.dtype)
     return type_as_alike(comm, total, wire), _joined(parts)
+
+
+def _all_gather(comm: Comm, x: SparseVector, wire: Messages, owner: bool) -> tuple[SparseVector, SparseVector]:
+    """Algorithm 2. Every worker knows all that is cut."""
+    message = wire.encode(x)
+    whole = wire.decode(comm.all_gather(message), x.capacity, x.n, x.values.dtype).merge()
+    total, read = _largest(whole, x.capacity), wire.as_read(x, message)
+    if owner:
+        return total, _joined([read, _taken_over(comm, whole, total, comm.size)])
+    arrived = total.union(whole.where(whole.values == 0).union())
+    return total, read.where(bitmap.contains(arrived, read.indices))
 
 
 def _joined(parts: list[SparseVector]) -> SparseVector:
@@ -177,5 +204,14 @@ def _largest(x: SparseVector, k: int) -> SparseVector:
     return SparseVector(values, x.indices.at[places].get(mode="fill", fill_value=x.n), x.n)
 
 
-def _within(x: SparseVector, total: SparseVector) -> SparseVector:
-    return x.where(bitmap.contains(total.union(), x.indices))
+def _taken_over(comm: Comm, whole: SparseVector, total: SparseVector, holders: int) -> SparseVector:
+    """What this worker takes over of the sums that were cut: negated, so as to be delivered.
+
+    ``holders`` workers of consecutive ranks have cut ``whole`` to ``total``. Of these an index
+    goes to the one whose rank equals it modulo ``holders``: to the same one in every step, so that
+    what comes later adds up with it there.
+    """
+    mine = whole.indices % holders == comm.rank() % holders
+    return SparseVector(-whole.values, whole.indices, whole.n).where(
+        mine & ~bitmap.contains(total.union(), whole.indices)
+    )
