@@ -423,7 +423,7 @@ def disagreeing(size: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "row, size", [case(row, size) for row in ROWS if row.preset == "gtopk" and row.exact for size in some(row, 2, 8)]
 )
-def test_nothing_waits_for_ever(row: Row, size: int):
+def test_owners_in_gtopk_have_bounded_residuals(row: Row, size: int):
     """Invariant 8: under constant gradients the mean of all updates reaches the mean gradient.
 
     Where one worker takes over what is cut, residuals are bounded by n / k gradients.
