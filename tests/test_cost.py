@@ -74,14 +74,16 @@ def test_phases_send_the_bytes_of_one_and_the_messages_of_another():
 def test_models_stay_near_what_is_sent():
     """The models leave out the exchanges of a few words.
 
-    Ok-Topk's model has messages that are as long as their contents.
+    Ok-Topk's model has messages that are as long as their contents, and regions that hold equally
+    many. The library's messages are up to a third longer.
     """
     n, k, size = 10_000_000, 100_000, 16
     for name, kwargs in [("dense", {}), ("topk_allgather", {"density": 0.01}), ("oktopk", {"density": 0.01})]:
         model = cost.predict(name, n, k, size, 0, 1)
         least, most = cost.exact(getattr(jsparse, name)(AXIS, **kwargs), jnp.zeros(n), size)
         assert model.best.words <= least.bytes / 4 + 1
-        assert most.bytes / 4 <= model.worst.words * 1.001 + 16 * size + 512
+        longer = 4 / 3 if name == "oktopk" else 1.001
+        assert most.bytes / 4 <= model.worst.words * longer + 16 * size + 512
 
 
 def published(n: int, k: int, P: int) -> dict[str, tuple[float, tuple[float, ...]]]:

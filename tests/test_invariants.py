@@ -381,7 +381,12 @@ def test_density_1_is_dense(row: Row, size: int):
 
 @pytest.mark.parametrize("scenario", quick(scenarios.STANDING, "cancelling"))
 @pytest.mark.parametrize(
-    "row, size", [case(row, size) for row in ROWS for size in some(row, *([2, 8] if row.name in QUICK else []))]
+    "row, size",
+    [
+        case(row, size, full=row.name != row.preset)
+        for row in ROWS
+        for size in some(row, *([2, 8] if row.name in QUICK else []))
+    ],
 )
 def test_nothing_waits_for_ever(row: Row, size: int, scenario: str):
     """Invariant 8: the time-averaged update of constant gradients reaches their mean.

@@ -10,6 +10,7 @@ import jsparse
 import transports
 from algorithms import oktopk_bound
 from jsparse import cost
+from jsparse._comm.traffic import COLLECTIVES
 from transports import AXIS
 
 SIZES = {AXIS: 4}
@@ -93,14 +94,20 @@ def test_groups_of_an_axis():
     assert jsparse.traffic(program, jnp.ones(1000), axis_sizes=SIZES).bytes == 4000
 
 
-def test_a_collective_that_is_not_known_is_refused():
+def test_a_collective_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.delitem(COLLECTIVES, "ppermute")
+    with pytest.raises(NotImplementedError, match="ppermute"):
+        jsparse.traffic(lambda x: lax.ppermute(x, AXIS, [(0, 1)]), jnp.ones(8), axis_sizes=SIZES)
+
+
+def test_a_ragged_exchange_sends_at_most_its_operand():
     def program(x):
         sizes = jnp.full(4, 2, jnp.int32)
         offsets = jnp.arange(4, dtype=jnp.int32) * 2
         return lax.ragged_all_to_all(x, x, offsets, sizes, offsets, sizes, axis_name=AXIS)
 
-    with pytest.raises(NotImplementedError, match="ragged_all_to_all"):
-        jsparse.traffic(program, jnp.ones(8), axis_sizes=SIZES)
+    most = jsparse.traffic(program, jnp.ones(8), axis_sizes={AXIS: 4})
+    assert (most.bytes, most.messages) == (24, 3)
 
 
 @pytest.mark.parametrize(

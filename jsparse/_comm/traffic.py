@@ -158,7 +158,7 @@ def _walk(
             collective, axes, size = communicates
             # The second operand of mpi4jax's sendrecv gives the shape of what arrives: it is not
             # sent.
-            for operand in eqn.invars[:1] if name == "sendrecv_mpi" else eqn.invars:
+            for operand in eqn.invars[:1] if name in ("sendrecv_mpi", "ragged_all_to_all") else eqn.invars:
                 aval: Any = operand.aval
                 cost = collective_cost(collective, math.prod(aval.shape) * aval.dtype.itemsize, size)
                 payload = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
