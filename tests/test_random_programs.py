@@ -556,8 +556,9 @@ def compare(got: np.ndarray, mean: np.ndarray, slack: np.ndarray, dtype: Any, wi
     """The mean, rounded to the leaf's type; infinite where that type ends."""
     narrow = jnp.finfo(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        allowed = slack + np.abs(mean) * (float(narrow.eps) + 4 * float(wide.eps)) + float(narrow.smallest_subnormal)
-        allowed += float(wide.tiny)
+        rounded = (np.abs(mean) + slack) * (float(narrow.eps) + 4 * float(wide.eps))
+        allowed = slack + rounded + float(narrow.smallest_subnormal)
+        allowed += float(jnp.finfo(jnp.float32).tiny)  # Less becomes zero.
         ends = np.abs(mean) + allowed >= float(narrow.max)
         told = np.isfinite(mean) & np.isfinite(allowed)
         right = np.abs(got - mean) <= allowed
@@ -591,16 +592,20 @@ def summed(program: Program, stage: Composition, bucket: Bucket, leaves: list[np
     feedback = memory.feedback if isinstance(memory, MomentumCorrection) else memory
     mixes = isinstance(reducer, LowRank)
     lossless = not mixes and all(part.lossless for part in quantizers_of(reducer))
+    # Without error feedback nothing is clipped, and a sum may overflow on its way.
+    magnitudes = np.abs(acc).sum(0)
+    magnitudes = np.where(magnitudes < float(jnp.finfo(dtype).max), magnitudes, np.nan)
     want = acc.sum(0)
-    if isinstance(feedback, LeftAside):
-        assert same_bits(old.residual, new.residual)
-    elif isinstance(feedback, ErrorFeedback):
+    if isinstance(feedback, ErrorFeedback):
         want = want - after.residual.sum(0) / feedback.decay
-    elif reducer.sparse and lossless:
-        return Sum(np.zeros(n), np.abs(acc).sum(0)[:n] * 1.001)
     elif not lossless:
         return Sum(np.full(n, np.nan), np.zeros(n))
-    assert not want[n:].any()
+    elif reducer.sparse:
+        return Sum(np.zeros(n), magnitudes[:n] * 1.001)
+    else:
+        want = np.where(np.isnan(magnitudes), np.nan, want)
+        assert isinstance(feedback, NoMemory) or same_bits(old.residual, new.residual)
+    assert not np.any(want[n:])
 
     whole = not mixes and all(part.elementwise for part in quantizers_of(reducer))
     whole &= feedback in (ErrorFeedback(), LeftAside(), NoMemory())

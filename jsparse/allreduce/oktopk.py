@@ -288,7 +288,7 @@ def _split_and_reduce(
     reduced = runs.merge(own, union=union, capacity=(size - 1) * room + own_room)
     cuts = messages[:, words:]
     # A sum of quotients and remainders. The sum itself would overflow from P * n = 2**31 on.
-    mean = jnp.sum(cuts // size, axis=0) + jnp.sum(cuts % size, axis=0) // size
+    mean = jnp.sum(cuts // size, axis=0, dtype=jnp.int32) + jnp.sum(cuts % size, axis=0, dtype=jnp.int32) // size
     return sent, own, reduced, mean
 
 
