@@ -221,8 +221,9 @@ def moves(counts: jax.Array, share: int | jax.Array) -> tuple[jax.Array, jax.Arr
     """
     surplus = jnp.maximum(counts - share, 0)
     deficit = jnp.maximum(share - counts, 0)
-    amount = jax.vmap(lambda d: _scaled(surplus, d, jnp.sum(deficit)), out_axes=1)(deficit)
-    ends = [jnp.cumsum(left, dtype=jnp.int32) for left in (surplus - amount.sum(1), deficit - amount.sum(0))]
+    amount = jax.vmap(lambda d: _scaled(surplus, d, jnp.sum(deficit, dtype=jnp.int32)), out_axes=1)(deficit)
+    rests = surplus - amount.sum(1, dtype=jnp.int32), deficit - amount.sum(0, dtype=jnp.int32)
+    ends = [jnp.cumsum(rest, dtype=jnp.int32) for rest in rests]
     begins = [jnp.append(0, end[:-1]) for end in ends]
     overlap = jnp.minimum(ends[0][:, None], ends[1][None]) - jnp.maximum(begins[0][:, None], begins[1][None])
     amount += jnp.maximum(overlap, 0)
