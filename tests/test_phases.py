@@ -235,6 +235,16 @@ def test_a_quantized_phase_leaves_the_residual_aside():
         jsparse.phases(((2, topk(density=0.1)), quantized()), flush=False)
 
 
+def test_phases_in_64_bit_mode():
+    """Phases with a global threshold, and without one, report it in the type of their vector."""
+    with jax.enable_x64(True):
+        tx = in_phases(oktopk(), topk(density=0.1))
+        grads = {"a": jnp.zeros((SIZE, 30), jnp.float32), "b": jnp.zeros((SIZE, 3), jnp.float16)}
+        state = jax.vmap(tx.init, axis_name=AXIS)(grads)
+        _, after = jax.eval_shape(jax.vmap(tx.update, axis_name=AXIS), grads, state)
+        assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, state)
+
+
 def test_phases_of_leaves_without_elements():
     tx = in_phases(topk(density=0.1), dense())
     grads = {"a": jnp.zeros((SIZE, 3, 0))}

@@ -146,7 +146,7 @@ class Selecting(Reducer):
             left + told.overflowed,
             count(delivered),
             selected.threshold[0],
-            told.threshold,
+            told.threshold.astype(acc.dtype),
         )
         return Reduced(acc, x, delivered, total, counts, SelectingState(selected, reduced))
 
