@@ -362,6 +362,8 @@ ROWS = [
         bound=hitopk_bound,
         oracle_args=SEARCHES,
         gpus=GPUS,
+        # What is not selected never comes.
+        reaches=lambda gradients: (np.minimum(gradients.mean(0), 0), np.maximum(gradients.mean(0), 0)),
     ),
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
@@ -586,9 +588,16 @@ ROWS = [
     Row("oktopk-bf16", wired(jsparse.oktopk, BF16), sizes=(3, 8), bound=oktopk_compact_bound),
     Row("oktopk-blocks", wired(jsparse.oktopk, BLOCKS), sizes=(8,), exact=False),
     Row("gtopk-bf16", wired(jsparse.gtopk, BF16), sizes=(5,)),
-    Row("gtopk-levels", wired(jsparse.gtopk, LEVELS), sizes=(3,), exact=False),
+    # A message holds a part of each value, and the rest waits: in each round again.
+    Row("gtopk-levels", wired(jsparse.gtopk, LEVELS), sizes=(3,), exact=False, waits=6),
     Row("gtopk-owner-bf16", wired(jsparse.gtopk, BF16, put_back="owner"), sizes=(5,)),
-    Row("gtopk-allgather-levels", wired(jsparse.gtopk, LEVELS, topology="allgather"), sizes=(3,), exact=False),
+    # With put_back="exact", what cancels only to rounding would keep its places for ever.
+    Row(
+        "gtopk-owner-allgather-levels",
+        wired(jsparse.gtopk, LEVELS, topology="allgather", put_back="owner"),
+        sizes=(3,),
+        exact=False,
+    ),
     Row("gtopk-tree-blocks", wired(jsparse.gtopk, BLOCKS, topology="tree"), sizes=(5,), exact=False),
     Row("ssar_recursive_doubling-bf16", wired(jsparse.ssar_recursive_doubling, BF16), sizes=(8,)),
     Row("ssar_recursive_doubling-blocks", wired(jsparse.ssar_recursive_doubling, BLOCKS), sizes=(5,), exact=False),

@@ -485,10 +485,11 @@ def oktopk(
     workers, n = accs.shape
     k = max(1, round(density * n))
     share = math.ceil(k / workers)
-    room = min(k, math.ceil((room or min(2, 1.25 + math.log2(workers) / 8)) * share))
+    room = math.ceil((room or min(2, 1.25 + math.log2(workers) / 8)) * share)
+    room = min(k, room, max(share, 2 * k // workers))
     local = selected or [top_k(acc, k) for acc in accs]
 
-    if step == 0 and k < n and tau_region is not None:
+    if step == 0 and workers <= k < n and tau_region is not None:
         cuts = oktopk_cuts(local, starts)
         starts = np.sum(cuts // workers, axis=0)
     ends = np.append(starts[1:], n)

@@ -139,6 +139,8 @@ def test_oktopk_keeps_its_bound(split: str, size: int):
     cases, in turn.
     """
     lengths = [(1, 1.0), (10, 0.1), (999, 0.01), (100_003, 0.01), (14_728_266, 0.01), (133_547_324, 0.02)]
+    # One element more than the workers, or than twice as many, makes the shares unequal.
+    lengths += [(10 * size, (m * size + 1) / (10 * size)) for m in (1, 2)]
     for number, (n, density) in enumerate(lengths, SPLITS.index((split, size))):
         k = max(1, round(density * n))
         tx = jsparse.oktopk(AXIS, density=density, split=split)

@@ -155,14 +155,17 @@ class OkTopk(AllReduce):
     ) -> tuple[SparseVector, SparseVector, OkTopkState]:
         k, size = x.capacity, comm.size
         share = -(-k // size)
-        # Lines 5-7. No columns if the regions stay as they are.
+        # Lines 5-7. No columns if the regions stay as they are. Fewer than P elements can't be cut
+        # into P equal parts.
         starts, cuts = state.starts, jnp.zeros((size, 0), jnp.int32)
-        if k < x.n and self.tau_region is not None:
+        cuts_regions = self.tau_region is not None and size <= k < x.n
+        if cuts_regions:
             cuts = _cut(x, starts)[:, None]
             first = [lambda: state.starts, lambda: comm.psum(cuts[:, 0] // size)]
             starts = comm.switch((step == 0).astype(jnp.int32), first)
         # Line 8.
-        room = min(k, math.ceil((self.room or min(2, 1.25 + math.log2(size) / 8)) * share))
+        room = math.ceil((self.room or min(2, 1.25 + math.log2(size) / 8)) * share)
+        room = min(k, room, max(share, 2 * k // size))
         own_room = room if self.put_back == "senders" else k
         sent, own, reduced, cut = _split_and_reduce(
             comm, x, starts, cuts, (room, own_room), split=self.split, step=step, wire=wire
@@ -205,7 +208,7 @@ class OkTopk(AllReduce):
             delivered = delivered.followed_by(SparseVector(-over.values, over.indices, x.n))
         if rounding is not None:
             delivered = delivered.followed_by(rounding.where(bitmap.contains(reached, rounding.indices)))
-        if self.tau_region is not None and k < x.n:
+        if cuts_regions:
             starts = jnp.where((step + 1) % self.tau_region == 0, cut[:, 0], starts)
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
