@@ -328,12 +328,14 @@ def over_transports() -> Iterator[Any]:
     """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one
     level alone.
 
-    In the quick tests only one row has other transports than ``shard_map``.
+    In the quick tests only the presets' own rows are run, and one of them over other transports
+    than ``shard_map``.
     """
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
-            yield case(row, size, "shard_map", slow=few and size != row.usual_size)
+            slow = few and size != row.usual_size
+            yield case(row, size, "shard_map", slow=slow, full=row.name != row.preset)
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
             yield case(row, row.usual_size, transport, slow=few, full=row.name != "topk_allgather")
 
@@ -383,7 +385,7 @@ def test_density_1_is_dense(row: Row, size: int):
 @pytest.mark.parametrize(
     "row, size",
     [
-        case(row, size, full=row.name != row.preset)
+        case(row, size, full=row.name != row.preset or row.name == "phases")
         for row in ROWS
         for size in some(row, *([2, 8] if row.name in QUICK else []))
     ],

@@ -38,7 +38,11 @@ def assert_equal(got, expected, rounding: float = 0) -> None:
 
 @pytest.mark.parametrize(
     "row, size",
-    [case(row, 8 if row.gpus else 3, slow=row.name not in NAMES) for row in ROWS if row.name in NAMES + OTHERS],
+    [
+        case(row, 8 if row.gpus else 3, slow=row.name not in NAMES, full=row.name == "oktopk")
+        for row in ROWS
+        if row.name in NAMES + OTHERS
+    ],
 )
 def test_a_whole_step_is_the_same_with_each_implementation(row: Row, size: int):
     expected = run(*transports.workers(row, size), size)

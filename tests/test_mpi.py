@@ -24,8 +24,6 @@ import transports
 from algorithms import DENSITY, ROWS, Row
 
 SIZES = (2, 3, 4)
-# The quick rows; the others are of the rest.
-FEW = ("topk_allgather",)
 MINUTES = 15
 # So that mpirun runs as root, and more processes than there are cores; MPICH's ignores these.
 LAUNCH = {
@@ -57,17 +55,13 @@ def communication(row: Row) -> str:
 def cases():
     """The cases. One size of each row, in turn, is not marked slow.
 
-    That is so only if its messages differ from those of the rows before.
-    A few cases of two processes are quick.
+    That is so only if its messages differ from those of the rows before. None is quick.
     """
     seen = set()
     for number, row in enumerate(ROWS):
         for size in sizes(row):
             often = size == sizes(row)[number % len(sizes(row))] and communication(row) not in seen
-            marks = (
-                [] if often and size == 2 and row.name in FEW else [pytest.mark.full] if often else [pytest.mark.slow]
-            )
-            yield pytest.param(row, size, id=f"{row}-{size}", marks=marks)
+            yield pytest.param(row, size, id=f"{row}-{size}", marks=pytest.mark.full if often else pytest.mark.slow)
         seen.add(communication(row))
 
 

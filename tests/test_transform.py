@@ -181,6 +181,7 @@ def test_the_largest_addends_have_finite_sums(dtype):
         assert np.isfinite(functools.reduce(lambda total, _: dtype(total + limit), range(size), dtype(0))), size
 
 
+@pytest.mark.full
 def test_ten_workers_with_huge_gradients():
     tx = jsparse.topk_allgather(AXIS, density=0.5)
     huge = {"w": np.full((10, 8), 3e38, np.float32)}
