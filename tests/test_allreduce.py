@@ -330,7 +330,8 @@ class Ragged(jsparse.AxisComm):
         return jnp.where(there & (counts == arriving)[:, None, None], rows, output)
 
 
-@pytest.mark.parametrize("size", quick([3, 8], 3))
+@pytest.mark.full
+@pytest.mark.parametrize("size", [3, 8])
 def test_a_ragged_split_sends_only_what_is_selected_and_gives_the_same_bits(size: int):
     rng = np.random.default_rng(size)
     gradients = rng.normal(size=(4, size, 1003)).astype(np.float32) ** 3

@@ -71,7 +71,7 @@ def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
     [
         pytest.param("sgd", "oktopk", marks=pytest.mark.full),
         pytest.param("adam", "oktopk", marks=pytest.mark.full),
-        ("lars", "topk_allgather"),
+        pytest.param("lars", "topk_allgather", marks=pytest.mark.full),
         pytest.param("lamb", "torus", marks=pytest.mark.full),
     ],
 )
@@ -418,8 +418,11 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
         ([*PLAN, "--bandwidth", "1e-307"], "takes longer than floats can tell"),
         ([*PLAN, "--parameters", "1e400"], "invalid whole_number value"),
         ([*PLAN, "--workers", "1" + 20 * "0"], "up to 2**53"),
-        ([*PLAN, "--plot", "/no/such/folder/x.png"], "No such file or directory"),
-        ([*PLAN, "--json", "/no/such/folder/x.json"], "files that can be written"),
+        ([*PLAN, "--plot", "/no/such/folder/x.png"], "argument --plot: /no/such/folder/x.png can't be written"),
+        ([*PLAN, "--json", "/no/such/folder/x.json"], "name a file in a folder that you may write to"),
+        ([*PLAN, "--json", "."], "argument --json: . can't be written"),
+        (["tune", "--parameters", "9", "--out", "/no/such/folder/x.json"], "argument --out: /no/such/folder/x.json"),
+        (["network", "--json", "/no/such/folder/x.json", "--", "true"], "argument --json: /no/such/folder/x.json"),
     ],
 )
 def test_wrong_options_of_the_command_line(arguments, message: str, capsys):

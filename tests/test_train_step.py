@@ -37,7 +37,7 @@ def chain(density=0.3, after=None):
 
 
 @pytest.mark.parametrize("checked", quick([True, False], True))
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", quick([1, 3], 3))
 def test_density_1_is_training_on_the_whole_batch(micro_batches: int, checked: bool):
     step = jsparse.train_step(
         loss_fn, chain(1.0), transports.mesh(SIZE), AXIS, micro_batches=micro_batches, check_vma=checked

@@ -25,7 +25,7 @@ def unstack(tree):
     return jax.tree.map(lambda x: x[0], tree)
 
 
-@pytest.mark.parametrize("name", ["oktopk", "parameter_server"])
+@pytest.mark.parametrize("name", quick(["oktopk", "parameter_server"], "parameter_server"))
 def test_an_all_reduce_over_one_axis_of_two(name: str):
     """Types follow what varies along the other, and nothing is lost in either group."""
     tx = {

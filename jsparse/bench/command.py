@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -46,6 +47,14 @@ def whole_number(text: str) -> int:
     return int(number)
 
 
+def output_file(text: str) -> pathlib.Path:
+    """Reads the name of a file that a command writes at its end, and refuses one that it can't."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} can't be written: name a file in a folder that you may write to")
+    return path
+
+
 def check_at_least(args: argparse.Namespace, **least: int) -> None:
     """Refuses options below their least values. An option that is None was left out.
 
@@ -66,8 +75,13 @@ def add_output_options(parser: argparse.ArgumentParser, *, plot: str, figures: s
       plot: what the plot shows, for the help text.
       figures: what the JSON file holds, for the help text.
     """
-    parser.add_argument("--json", metavar="FILE", help=f"write {figures} to this JSON file; - for the standard output")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help=f"draw {plot} to this image file")
+    parser.add_argument(
+        "--json",
+        type=lambda text: text if text == "-" else output_file(text),
+        metavar="FILE",
+        help=f"write {figures} to this JSON file; - for the standard output",
+    )
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help=f"draw {plot} to this image file")
 
 
 def output(
@@ -88,13 +102,10 @@ def output(
         print(json.dumps(figures, indent=2))
     else:
         show(figures)
-    try:
-        if args.json and args.json != "-":
-            pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
-        if args.plot:
-            draw(figures, args.plot)
-    except OSError as error:
-        raise ValueError(f"{error}: give --json and --plot files that can be written") from error
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=2))
+    if args.plot:
+        draw(figures, args.plot)
 
 
 def progress_bar(*, disable: bool = False) -> rich.progress.Progress:

@@ -13,7 +13,6 @@ process and no network stays behind. Needs Linux and root.
 
 import argparse
 import json
-import pathlib
 import sys
 import time
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import rich.console
 import rich.table
 
-from ..bench.command import numbers
+from ..bench.command import numbers, output_file
 from ..bench.hosts import Network, run_everywhere
 
 HELP = "run a command on several hosts of one machine, joined by slow links"
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="of each link, one way, such as 500us (default: none added); the kernel needs netem",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run on each host")
 
 
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         ],
     }
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(figures, indent=2))
+        args.json.write_text(json.dumps(figures, indent=2))
     show(figures)
     if any(statuses):
         sys.exit(1)

@@ -34,7 +34,14 @@ from .._train.placement import state_specs
 from .._train.workers import init
 from .._vector.density import check_density
 from .._vector.random import key_of
-from ..bench.command import add_output_options, check_at_least, output, progress_bar, whole_number
+from ..bench.command import (
+    add_output_options,
+    check_at_least,
+    output,
+    output_file,
+    progress_bar,
+    whole_number,
+)
 from ..bench.timing import timed
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
@@ -90,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     processes.add_arguments(parser)
     parser.add_argument(
         "--out",
-        type=pathlib.Path,
+        type=output_file,
         default=pathlib.Path("tune.json"),
         metavar="FILE",
         help="file for the choice (default tune.json)",
