@@ -158,8 +158,8 @@ class OkTopk(AllReduce):
         # Lines 5-7. No columns if the regions stay as they are. Fewer than P elements can't be cut
         # into P equal parts.
         starts, cuts = state.starts, jnp.zeros((size, 0), jnp.int32)
-        cuts_regions = self.tau_region is not None and size <= k < x.n
-        if cuts_regions:
+        tau_region = self.tau_region if size <= k < x.n else None
+        if tau_region is not None:
             cuts = _cut(x, starts)[:, None]
             first = [lambda: state.starts, lambda: comm.psum(cuts[:, 0] // size)]
             starts = comm.switch((step == 0).astype(jnp.int32), first)
@@ -208,8 +208,8 @@ class OkTopk(AllReduce):
             delivered = delivered.followed_by(SparseVector(-over.values, over.indices, x.n))
         if rounding is not None:
             delivered = delivered.followed_by(rounding.where(bitmap.contains(reached, rounding.indices)))
-        if cuts_regions:
-            starts = jnp.where((step + 1) % self.tau_region == 0, cut[:, 0], starts)
+        if tau_region is not None:
+            starts = jnp.where((step + 1) % tau_region == 0, cut[:, 0], starts)
         return total, delivered, OkTopkState(starts, threshold[None], part[None], overflowed[None])
 
     def report(self, state: OkTopkState) -> ReduceReport:
