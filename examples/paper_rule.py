@@ -1,4 +1,4 @@
-"""Measures how far an all-reduce is from the rule of its paper, on real gradients, on one device.
+"""Measures how far Ok-Topk is from the rule of its paper, on real gradients, on one device.
 
 Simulates many workers in one ``jax.vmap`` and trains a net. In each step the same accumulated
 gradients are given to the paper's rule, written in NumPy with messages of any length and exact
@@ -7,9 +7,7 @@ thresholds: ``Topk`` of the sum of the workers' ``Topk`` (Ok-Topk, equation 1). 
 - sent: the share of the selected elements that was sent;
 - indices: the share of the rule's indices that the update has;
 - error: the norm of the update's difference from the rule's, over the norm of the rule's;
-- words: 4-byte words that a worker sent, over ``k (P-1)/P``, on average and in the dearest step;
-- loss: the mean loss of the last fifty steps;
-- residual: the norm of the mean residual over the norm of the mean gradient, at the end.
+- words: 4-byte words that a worker sent, over ``k (P-1)/P``, on average and in the dearest step.
 
 Run ``python -m examples.paper_rule --help`` from the repository's root.
 """
@@ -37,8 +35,7 @@ from jsparse.bench.images import load_images
 from jsparse.bench.nets import dense
 
 FIRST = 10  # The first steps do not count: the residuals are still empty.
-LAST = 50
-COLUMNS = ("sent", "indices", "error", "words", "most", "loss", "residual")
+COLUMNS = ("sent", "indices", "error", "words", "most")
 
 
 class Task(NamedTuple):
@@ -73,21 +70,17 @@ def image_task(name: str, workers: int, args: argparse.Namespace, rng: np.random
     images = load_images("mnist" if name == "mnist" else "digits", args.data_dir and args.data_dir / "mnist")
     shape, rngs = images.train_x.shape[1:], nnx.Rngs(args.seed)
     net = ConvNet(*shape, rngs=rngs) if name == "demo" else dense(shape, 200, rngs)
-    # With unlike data a worker has images of two classes only.
-    places = np.arange(len(images.train_y))
-    classes = [(2 * worker % 10, (2 * worker + 1 + worker // 5) % 10) for worker in range(workers)]
-    own = [places[np.isin(images.train_y, pair)] if args.unlike else places for pair in classes]
 
     def batches():
         while True:
-            batch = np.stack([rng.choice(mine, args.batch) for mine in own])
+            batch = rng.choice(len(images.train_y), (workers, args.batch))
             yield images.train_x[batch], images.train_y[batch]
 
     return _task(net, batches())
 
 
 def text_task(workers: int, args: argparse.Namespace, rng: np.random.Generator) -> Task:
-    """An LSTM on the Penn Treebank; with unlike data each worker has a stretch of its own."""
+    """An LSTM on the Penn Treebank."""
     if args.data_dir is None:
         raise ValueError("ptb is read from a file: name the directory of its folder with --data-dir")
     words = (args.data_dir / "ptb" / "ptb.train.txt").read_text().replace("\n", " <eos> ").split()
@@ -96,12 +89,8 @@ def text_task(workers: int, args: argparse.Namespace, rng: np.random.Generator) 
     net, length = LanguageModel(len(number), 128, nnx.Rngs(args.seed)), 20
 
     def batches():
-        stretch = len(text) // workers - length - 1
         while True:
-            if args.unlike:
-                begin = rng.integers(stretch, size=(workers, args.batch)) + stretch * np.arange(workers)[:, None]
-            else:
-                begin = rng.integers(len(text) - length - 1, size=(workers, args.batch))
+            begin = rng.integers(len(text) - length - 1, size=(workers, args.batch))
             window = text[begin[..., None] + np.arange(length + 1)]
             yield window[..., :-1], window[..., 1:]
 
@@ -136,14 +125,9 @@ def distance(update: np.ndarray, rule: np.ndarray) -> tuple[float, float]:
     return found, float(np.linalg.norm(update - rule) / np.linalg.norm(rule))
 
 
-def simulate(
-    task: Task,
-    reduce: jsparse.SparseAllReduce,
-    workers: int,
-    args: argparse.Namespace,
-    advance: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Trains with an all-reduce over ``"workers"``, and returns the figures of the run."""
+def simulate(task: Task, workers: int, args: argparse.Namespace, advance: Callable[[], None]) -> dict[str, float]:
+    """Trains with Ok-Topk, and returns the figures of the run."""
+    reduce = jsparse.oktopk("workers", density=args.density)
     optimizer = optax.sgd(args.learning_rate, momentum=args.momentum)
     sizes = [leaf.size for leaf in jax.tree.leaves(task.params)]
     k = max(1, round(args.density * sum(sizes)))
@@ -152,11 +136,11 @@ def simulate(
         return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])
 
     def worker(params, state, x, y):
-        loss, grads = jax.value_and_grad(task.loss_fn)(params, x, y)
+        grads = jax.grad(task.loss_fn)(params, x, y)
         acc = jsparse.residual(state)[0] + flat(grads)
         updates, state = reduce.update(grads, state)
         stats = jax.tree.map(lambda leaf: leaf.reshape(-1)[0], jsparse.stats(state))
-        return updates, state, (loss, acc, flat(grads), stats)
+        return updates, state, (acc, stats)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(params, states, momentum, x, y):
@@ -168,12 +152,9 @@ def simulate(
 
     params, momentum = task.params, optimizer.init(task.params)
     states = jax.jit(jax.vmap(lambda _: reduce.init(params), axis_name="workers"))(np.arange(workers))
-    figures: dict[str, list[float]] = {name: [] for name in ("sent", "indices", "error", "words", "loss")}
-    residual = 0.0
+    figures: dict[str, list[float]] = {name: [] for name in ("sent", "indices", "error", "words")}
     for number in range(args.steps):
-        params, states, momentum, update, told = step(params, states, momentum, *next(task.batches))
-        loss, accs, grads, stats = told
-        figures["loss"].append(float(loss.mean()))
+        params, states, momentum, update, (accs, stats) = step(params, states, momentum, *next(task.batches))
         if number < FIRST:
             continue
         figures["words"].append(float(stats.words[0]) * workers / (k * max(1, workers - 1)))
@@ -182,18 +163,9 @@ def simulate(
             indices, error = distance(workers * np.asarray(update, np.float64), paper_rule(np.asarray(accs), k))
             figures["indices"].append(indices)
             figures["error"].append(error)
-        if number == args.steps - 1:
-            kept = jax.vmap(lambda state: jsparse.residual(state)[0])(states)
-            residual = float(jnp.linalg.norm(kept.mean(0)) / jnp.linalg.norm(grads.mean(0)))
         advance()
     run = {name: float(np.mean(values)) for name, values in figures.items()}
-    return run | {
-        "loss": float(np.mean(figures["loss"][-LAST:])),
-        "most": max(figures["words"]),
-        "residual": residual,
-        "parameters": sum(sizes),
-        "workers": workers,
-    }
+    return run | {"most": max(figures["words"]), "parameters": sum(sizes), "workers": workers}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -210,35 +182,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=0.05, help="default 0.05")
     parser.add_argument("--momentum", type=float, default=0.9, help="default 0.9")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
-    parser.add_argument("--unlike", action="store_true", help="give each worker two classes, or a part of the text")
-    parser.add_argument("--put-back", nargs="+", default=["senders"], help='"senders", "owner"; default senders')
-    parser.add_argument("--topk-allgather", action="store_true", help="run TopkA beside")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args(argv)
 
-    names = [*args.put_back, *(["topk_allgather"] if args.topk_allgather else [])]
     runs = []
     try:
         with rich.progress.Progress() as progress:
-            bar = progress.add_task("steps", total=max(0, args.steps - FIRST) * len(names) * len(args.workers))
+            bar = progress.add_task("steps", total=max(0, args.steps - FIRST) * len(args.workers))
             for workers in args.workers:
-                for name in names:
-                    if name == "topk_allgather":
-                        reduce = jsparse.topk_allgather("workers", density=args.density)
-                    else:
-                        reduce = jsparse.oktopk("workers", density=args.density, put_back=name)
-                    rng = np.random.default_rng(args.seed)
-                    make = text_task if args.task == "ptb" else functools.partial(image_task, args.task)
-                    task = make(workers, args, rng)
-                    run = simulate(task, reduce, workers, args, lambda: progress.advance(bar))
-                    runs.append({"name": name} | run)
+                rng = np.random.default_rng(args.seed)
+                make = text_task if args.task == "ptb" else functools.partial(image_task, args.task)
+                runs.append(simulate(make(workers, args, rng), workers, args, lambda: progress.advance(bar)))
     except ValueError as error:
         parser.error(str(error))
     out = rich.table.Table(title=f"{args.task}, {runs[0]['parameters']:,} parameters, {100 * args.density:g} %")
-    for column in ("rule", "P", *COLUMNS):
+    for column in ("P", *COLUMNS):
         out.add_column(column, justify="right")
     for run in runs:
-        out.add_row(run["name"], str(run["workers"]), *(f"{run[column]:.4g}" for column in COLUMNS))
+        out.add_row(str(run["workers"]), *(f"{run[column]:.4g}" for column in COLUMNS))
     rich.console.Console(width=100).print(out)
     if args.json:
         args.json.write_text(json.dumps(runs))

@@ -1,9 +1,9 @@
 """Trains workers that have like or unlike data, and compares what algorithms leave in residuals.
 
-Simulates the workers in one ``jax.vmap``. They train a net of 51,007 parameters on scikit-learn's
-digits with momentum. Each worker draws its batches from all ten digits, or from a few of them.
-Where workers have unlike data, their largest elements nearly cancel, and a global top-k cuts them
-again and again. Then it matters who keeps what is cut.
+Simulates the workers in one ``jax.vmap``. They train a net of two hidden layers on scikit-learn's
+digits or on MNIST, with momentum. Each worker draws its batches from all ten digits, or from a few
+of them. Where workers have unlike data, their largest elements nearly cancel, and a global top-k
+cuts them again and again. Then it matters who keeps what is cut.
 
 Run ``python -m examples.unlike --help`` from the repository's root.
 """
@@ -44,14 +44,13 @@ ALGORITHMS: dict[str, dict[str, str]] = {
     "oktopk-owner": {"put_back": "owner"},
     "oktopk-server": {"put_back": "server"},
 }
-WIDTH = 191
 # The steps, from the last one back, whose means are reported.
 LAST = 50
 
 
-def net(images: Images, seed: int) -> tuple[Any, Any]:
+def net(images: Images, width: int, seed: int) -> tuple[Any, Any]:
     """The net of two hidden layers: its graph, and its random parameters."""
-    graph, params = nnx.split(dense(images.train_x.shape[1:], WIDTH, nnx.Rngs(seed)), nnx.Param)
+    graph, params = nnx.split(dense(images.train_x.shape[1:], width, nnx.Rngs(seed)), nnx.Param)
     return graph, nnx.as_pure(params)
 
 
@@ -67,7 +66,7 @@ def training(name: str, density: float, images: Images, args: argparse.Namespace
     tx = optax.chain(
         preset("workers", density=density, **ALGORITHMS[name]), optax.sgd(args.learning_rate, args.momentum)
     )
-    graph, _ = net(images, 0)
+    graph, _ = net(images, args.width, 0)
     x, y = jnp.asarray(images.train_x), jnp.asarray(images.train_y)
 
     def worker(params, state, batch):
@@ -113,7 +112,7 @@ def measure(
     losses, ratios = [], []
     for seed in range(args.seeds):
         batches = draw(images.train_y, classes, seed, args)
-        figures = run(net(images, seed)[1], batches)
+        figures = run(net(images, args.width, seed)[1], batches)
         loss, gradient, residual = (np.asarray(figure, np.float64)[-LAST:] for figure in figures)
         losses.append(loss.mean())
         ratios.append(np.linalg.norm(residual) / np.linalg.norm(gradient))
@@ -145,6 +144,9 @@ def main(argv: list[str] | None = None) -> None:
         metavar="NAME",
         help=f"one of {', '.join(ALGORITHMS)}; repeatable (default: all)",
     )
+    parser.add_argument("--data", choices=["digits", "mnist"], default="digits", help="default digits")
+    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's files")
+    parser.add_argument("--width", type=int, default=191, help="of the hidden layers (default 191: 51,007 parameters)")
     parser.add_argument("--workers", type=int, default=8, metavar="P", help="workers (default 8)")
     parser.add_argument(
         "--classes",
@@ -164,9 +166,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args(argv)
 
-    images, runs = load_images("digits"), []
-    names = args.algorithm or list(ALGORITHMS)
+    names, runs = args.algorithm or list(ALGORITHMS), []
     try:
+        images = load_images(args.data, args.data_dir)
         with rich.progress.Progress() as progress:
             bar = progress.add_task("trainings", total=len(names) * len(args.density) * len(args.classes) * args.seeds)
             for name in names:

@@ -362,8 +362,8 @@ ROWS = [
         bound=hitopk_bound,
         oracle_args=SEARCHES,
         gpus=GPUS,
-        # What is not selected never comes.
-        reaches=lambda gradients: (np.minimum(gradients.mean(0), 0), np.maximum(gradients.mean(0), 0)),
+        # What a node does not select never comes.
+        reaches=lambda gradients: (np.minimum(gradients, 0).mean(0), np.maximum(gradients, 0).mean(0)),
     ),
     Row("hitopk-topk", hitopk_selecting(select.TopK), oracles.hitopk, (4, 7), bound=hitopk_bound, gpus=GPUS),
     Row(
