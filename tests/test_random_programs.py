@@ -583,7 +583,7 @@ def summed(program: Program, stage: Composition, bucket: Bucket, leaves: list[np
         return np.asarray(vectors, np.float64).reshape(nodes, width)
 
     flat = np.concatenate([leaf.reshape(program.workers, -1).astype(np.float64) for leaf in leaves], axis=1)
-    flat = clip(flat, program.workers, memory) if gpus > 1 else flat
+    flat = clip(flat, program.workers, memory) if len(program.sizes) > 1 else flat
     flat = np.pad(flat, ((0, 0), (0, width - n))).reshape(nodes, gpus, width)
     before, after = (jax.tree.map(over_nodes, kept) for kept in (old, new))
     acc = accumulated(memory, before, flat.sum(1), clip)

@@ -1,6 +1,7 @@
 """A threshold that selects k elements of a vector whose parts lie on different workers."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,9 @@ from .._comm.comm import Comm
 
 # How many elements a worker samples to estimate the magnitudes at its ranks.
 SAMPLE = 16384
+# The ranks whose magnitudes a worker sends, over the number of elements that it expects to have. The
+# threshold is nearly always between the middle ones. The outer ones tell about it when it is not.
+RANKS = (1 / 4, 3 / 4, 1, 5 / 4, 4)
 # A factor of two, as a difference of the bits of two float32, read as integers.
 OCTAVE = 2**23
 # Search exactly when more than a tenth of k elements may lie outside the ranks that workers sent.
@@ -103,16 +107,16 @@ def _ranks(part: jax.Array) -> jax.Array:
 
     They ascend: int32, shape ``(*part.shape, 5)``.
     """
-    part = jnp.minimum(part, 2**30 - 1)
-    each = (part // 2, part - part // 4, part, part + part // 4, 2 * part)
+    part = jnp.minimum(part, 2**29 - 1)
+    each = (part // 4, part - part // 4, part, part + part // 4, 4 * part)
     return jnp.stack([jnp.maximum(rank, i) for i, rank in enumerate(each, 1)], axis=-1)
 
 
 class _Curves(NamedTuple):
     """Each worker's count of elements above a threshold, interpolated from what the worker sent.
 
-    The count is linear between corners. Above the first corner it falls to 0 within an octave.
-    Below the last corner it is constant.
+    Between corners it grows at a constant rate. Above the first corner it falls to 0 within an
+    octave, in a straight line. Below the last corner it is constant.
 
     Attributes:
       corners: descending thresholds, as the bits of a float32; each has shape ``(P,)``.
@@ -138,7 +142,8 @@ class _Curves(NamedTuple):
         first = self.corners[0]
         counts = _share(self.ranks[0], first + OCTAVE - threshold, jnp.full_like(first, OCTAVE))
         for i, (upper, lower) in enumerate(itertools.pairwise(self.corners)):
-            counts += _share(self.ranks[i + 1] - self.ranks[i], upper - threshold, upper - lower)
+            rise = self.ranks[i + 1] - self.ranks[i]
+            counts += _share(rise, upper - threshold, upper - lower, RANKS[i + 1] / RANKS[i])
         return counts
 
     def unknown(self, threshold: jax.Array) -> jax.Array:
@@ -147,13 +152,16 @@ class _Curves(NamedTuple):
         return below + jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
 
 
-def _share(amount: jax.Array, part: jax.Array, whole: jax.Array) -> jax.Array:
-    """``amount * part / whole``, with ``part`` clipped to [0, whole].
+def _share(amount: jax.Array, part: jax.Array, whole: jax.Array, growth: float = 1) -> jax.Array:
+    """``amount * (growth**q - 1) / (growth - 1)``, where q is ``part / whole``, clipped to [0, 1].
 
-    The quotient ``part / whole`` has steps of 1/256.
+    With a growth of 1 it is ``amount * q``. The quotient has steps of 1/256. The power is
+    approximated by a parabola, which is right at 0, 1/2 and 1.
     """
     fine = jnp.where(whole >= 2**22, 9, 0)
-    return amount * ((jnp.clip(part, 0, whole) >> fine) * 256 // jnp.maximum(whole >> fine, 1)) >> 8
+    quotient = (jnp.clip(part, 0, whole) >> fine) * 256 // jnp.maximum(whole >> fine, 1)
+    bend = round(256 * (2 - 4 / (math.sqrt(growth) + 1)))
+    return amount * (quotient * (256 - bend + (bend * quotient >> 8)) >> 8) >> 8
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:
