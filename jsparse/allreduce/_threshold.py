@@ -46,7 +46,7 @@ def global_threshold(
       values: this worker's elements, shape ``(capacity,)``, padded with 0.
       k: how many elements are wanted, static.
       part: int32 scalar, at least 1: about how many elements this worker should expect to have
-        above the threshold.
+        above the threshold. More than ``2 k`` count as ``2 k``.
       due: bool scalar, alike on all workers: whether to search exactly.
       beside: int32, shape ``(words,)``: words that this worker sends in the same exchange.
 
@@ -55,12 +55,13 @@ def global_threshold(
       how many elements each worker has above the threshold, or a little more. ``beside`` is what
       all workers sent, shape ``(P, words)``.
     """
+    part = jnp.minimum(part, min(2 * k, 2**29 - 1))
     told = estimate_kth_magnitude(values, _ranks(part), sample=SAMPLE).astype(jnp.float32)
     everyone = comm.all_gather(jnp.concatenate([lax.bitcast_convert_type(told, jnp.int32), part[None], beside]))
     magnitudes, ranks, beside = everyone[:, :5], _ranks(everyone[:, 5]), everyone[:, 6:]
 
     # Counts are in units of 2**shift, so that their sum over the workers does not overflow.
-    shift = max(0, (2 * k).bit_length() - 22, (2 * k * comm.size).bit_length() - 30)
+    shift = max(0, (8 * k).bit_length() - 22, (8 * k * comm.size).bit_length() - 30)
     wanted = k >> shift
     curves = _Curves.through(magnitudes, ranks >> shift)
 
@@ -77,7 +78,7 @@ def global_threshold(
 
     def estimate():
         threshold = lax.bitcast_convert_type(jnp.where(everything, 0, between), jnp.float32)
-        counts = (curves.counts(between) + 1) << shift
+        counts = jnp.minimum(curves.counts(between) + 1, 2**30 >> shift) << shift
         # A little more than the interpolated count, so that the chosen messages are long enough.
         return threshold.astype(values.dtype), jnp.where(everything, most, counts + (counts >> 5) + 1)
 
@@ -107,7 +108,6 @@ def _ranks(part: jax.Array) -> jax.Array:
 
     They ascend: int32, shape ``(*part.shape, 5)``.
     """
-    part = jnp.minimum(part, 2**29 - 1)
     each = (part // 4, part - part // 4, part, part + part // 4, 4 * part)
     return jnp.stack([jnp.maximum(rank, i) for i, rank in enumerate(each, 1)], axis=-1)
 
