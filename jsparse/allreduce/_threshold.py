@@ -14,8 +14,9 @@ from .._comm.comm import Comm
 
 # How many elements a worker samples to estimate the magnitudes at its ranks.
 SAMPLE = 16384
-# The ranks whose magnitudes a worker sends, over the number of elements that it expects to have. The
-# threshold is nearly always between the middle ones. The outer ones tell about it when it is not.
+# The ranks whose magnitudes a worker sends, over the number of elements that it expects to have.
+# The threshold is nearly always between the middle ones. The outer ones tell about it when it is
+# not.
 RANKS = (1 / 4, 3 / 4, 1, 5 / 4, 4)
 # A factor of two, as a difference of the bits of two float32, read as integers.
 OCTAVE = 2**23
