@@ -48,11 +48,11 @@ OPERATORS = [
 
 
 def silent(path: pathlib.Path) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where a file has types and error messages: begins and ends, as lines and columns."""
+    """Where a file has types, decorators and errors: begins and ends, as lines and columns."""
     nodes: list[ast.AST | None] = []
     for node in ast.walk(ast.parse(path.read_text())):
         nodes += [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        nodes += [node] if isinstance(node, ast.Raise) else []
+        nodes += [node] if isinstance(node, ast.Raise) else getattr(node, "decorator_list", [])
     return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in nodes if n is not None]
 
 
