@@ -22,7 +22,7 @@ test test-rest test-all: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp
 
 # Faults that a machine puts into a copy of the code, and that the short tests miss.
 mutants: $(VENV)/mutants.stamp
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(BIN)/python -W ignore tests/mutants.py $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -75,7 +75,7 @@ def judge(room: str, path: pathlib.Path | None = None) -> str:
         own = [row for row in ROWS if row.name in QUICK and any(part.__module__ == module for part in parts(row))]
         rows = " or ".join(f"{row.name}-{row.usual_size}" for row in own[:2]) or rows
         names.sort(key=lambda name: name != path.stem)
-    tests = " ".join(f"tests/test_{name}.py" for name in [*names, "invariants"])
+    tests = " ".join(f"tests/test_{name}.py" for name in [*names, "bad_input", "invariants"])
     return f'{sys.executable} -m pytest -n 0 -x -q --tb=line {tests} -k "not test_invariants or {rows}"'
 
 
@@ -116,7 +116,7 @@ def main() -> None:
             print(
                 f"found {path}:{line}" if found else f"MISSED {path}:{line}\n{result.diff or result.output}", flush=True
             )
-        print(f"{len(drawn)} mutants in {len(drawn)} of {len(lines)} lines: {len(missed)} missed")
+        print(f"{len(missed)} of {len(drawn)} mutants missed, drawn from {len(lines)} lines")
         # Tests that always fail find everything. A mutant that they missed shows that they pass.
         for room in sorted({room for room, *_ in drawn} - set(missed)):
             outcome, output = run_tests(judge(room), LIMIT)
