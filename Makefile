@@ -9,7 +9,7 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-rest test-all lint tables docs clean
+.PHONY: demo test test-rest test-all mutants lint tables docs clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python -m examples.train $(ARGS)
@@ -19,6 +19,10 @@ test-rest: TIER = rest
 test-all: TIER = all
 test test-rest test-all: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --tier $(TIER) $(ARGS)
+
+# Faults that a machine puts into a copy of the code, and that the short tests miss.
+mutants: $(VENV)/mutants.stamp
+	$(BIN)/python -W ignore tests/mutants.py $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -587,10 +587,10 @@ ROWS = [
     Row("topk_allgather-codebook", wired(jsparse.topk_allgather, quantize.Codebook(2)), sizes=(3,), exact=False),
     Row("oktopk-bf16", wired(jsparse.oktopk, BF16), sizes=(3, 8), bound=oktopk_compact_bound),
     Row("oktopk-blocks", wired(jsparse.oktopk, BLOCKS), sizes=(8,), exact=False),
-    Row("gtopk-bf16", wired(jsparse.gtopk, BF16), sizes=(5,)),
+    Row("gtopk-bf16", wired(jsparse.gtopk, BF16), sizes=(7,)),
     # A message holds a part of each value, and the rest waits: in each round again.
     Row("gtopk-levels", wired(jsparse.gtopk, LEVELS), sizes=(3,), exact=False, waits=6),
-    Row("gtopk-owner-bf16", wired(jsparse.gtopk, BF16, put_back="owner"), sizes=(5,)),
+    Row("gtopk-owner-bf16", wired(jsparse.gtopk, BF16, put_back="owner"), sizes=(7,)),
     # With put_back="exact", what cancels only to rounding would keep its places for ever.
     Row(
         "gtopk-owner-allgather-levels",
@@ -600,7 +600,7 @@ ROWS = [
     ),
     Row("gtopk-tree-blocks", wired(jsparse.gtopk, BLOCKS, topology="tree"), sizes=(5,), exact=False),
     Row("ssar_recursive_doubling-bf16", wired(jsparse.ssar_recursive_doubling, BF16), sizes=(8,)),
-    Row("ssar_recursive_doubling-blocks", wired(jsparse.ssar_recursive_doubling, BLOCKS), sizes=(5,), exact=False),
+    Row("ssar_recursive_doubling-blocks", wired(jsparse.ssar_recursive_doubling, BLOCKS), sizes=(7,), exact=False),
     Row("ssar_split_allgather-bf16", wired(jsparse.ssar_split_allgather, BF16), oracles.split_in_bfloat16, (8,)),
     Row("ssar_split_allgather-blocks", wired(jsparse.ssar_split_allgather, BLOCKS), sizes=(3,), exact=False),
     Row(

@@ -19,11 +19,14 @@ class Expected(NamedTuple):
       delivered: shape ``(P, n)``, each worker's share of it.
       exact: whether the outcome is fully determined. Otherwise an implementation may deliver a
         little less.
+      overflowed: shape ``(P,)``, how many of each worker's selected elements did not fit into a
+        message; None if it is not computed.
     """
 
     total: np.ndarray
     delivered: np.ndarray
     exact: bool = True
+    overflowed: np.ndarray | None = None
 
 
 def top_k(acc: np.ndarray, k: int) -> np.ndarray:
@@ -494,7 +497,7 @@ def oktopk(
         starts = np.sum(cuts // workers, axis=0)
     ends = np.append(starts[1:], n)
 
-    sent = np.zeros_like(accs)
+    sent, overflowed = np.zeros_like(accs), np.zeros(workers, int)
     occurs = np.zeros(n, bool)
     for worker, indices in enumerate(local):
         for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -502,6 +505,7 @@ def oktopk(
             # What an owner holds of its own region need not be sent.
             most = k if owner == worker and put_back != "senders" else room
             if len(message) > most:
+                overflowed[worker] += len(message) - most
                 first = (step * most) % len(message)
                 message = np.roll(message, -first)[:most]
             sent[worker, message] = accs[worker, message]
@@ -541,7 +545,7 @@ def oktopk(
         delivered = sent
         for owner, (start, end) in enumerate(zip(starts, ends, strict=True)):
             delivered[owner, start:end] -= (reduced - total)[start:end]
-    return Expected(total, delivered, exact)
+    return Expected(total, delivered, exact, overflowed)
 
 
 def oktopk_cuts(local: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:

@@ -40,6 +40,7 @@ SELECTORS = [
     GaussianThreshold(DENSITY, "never"),
     ReusedThreshold(DENSITY, correct=False),
     FixedThreshold(2.0, DENSITY),
+    FixedThreshold(0.0, DENSITY),
     DgcThreshold(DENSITY),
 ]
 # Selectors that do not select by a threshold alone.
@@ -424,19 +425,20 @@ def test_a_lost_threshold_is_found_again():
 
 
 @pytest.mark.parametrize("select", [s for s in SELECTORS + OTHERS if s.density == DENSITY], ids=repr)
-@pytest.mark.parametrize("name", ["zeros", "constant", "few", "one huge"])
+@pytest.mark.parametrize("name", ["zeros", "constant", "few", "one huge", "NaN"])
 def test_degenerate_vectors(select, name: str):
     acc = {
         "zeros": np.zeros(N),
         "constant": np.full(N, 3.0),
         "few": np.eye(1, N, 7)[0] * 5,
         "one huge": np.where(np.arange(N) == 7, 3e38, 3.0),
+        "NaN": np.where(np.arange(N) % 3, 0.5, np.nan),
     }[name].astype(np.float32)
     state, call = select.init(N, jnp.float32), compiled(select)
     for step in range(3):
         x, state = call(jnp.asarray(acc), state, jnp.int32(step), jnp.int32(0))
         least = most = {"zeros": 0, "few": 1}.get(name, K)
-        if isinstance(select, RandomK) and name == "few":
+        if isinstance(select, {"few": RandomK, "NaN": RandomK | FixedThreshold | StochasticTopK}.get(name, ())):
             least = 0
         elif isinstance(select, StochasticTopK) and name in ("constant", "one huge"):
             # The margin of 100 is five standard deviations. With the rule "capped" the
@@ -445,6 +447,7 @@ def test_degenerate_vectors(select, name: str):
         elif isinstance(select, GaussianThreshold) and name == "one huge":
             least = 1
         assert least <= x.count <= most
+        assert np.isfinite(x.values).all()
         if name == "one huge" and isinstance(select, TopK | MSTopK | BucketedTopK | ChunkedTopK | StochasticTopK):
             assert 7 in x.indices
         assert np.isfinite(state.threshold[0])
