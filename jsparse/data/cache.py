@@ -16,14 +16,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import IO, Any, NamedTuple, Protocol, SupportsIndex
 
 from .entry import decode, encode, sound
-
-try:
-    import fcntl
-except ImportError:  # Windows.
-    fcntl = None
 
 # Changes with the format of an entry, so that other versions' entries are not read.
 FORMAT = 1
@@ -110,8 +105,8 @@ class DataCache:
         bytes. Augment after the cache: what is random here is drawn once.
       memory_bytes: how many bytes of entries each process keeps in memory, with Python's overhead;
         beyond, those that were read least recently go. 0 keeps none.
-      disk_bytes: how many bytes the key's files may have in the directory; beyond, samples are no
-        longer written. None for no bound. Pass the same number in all processes.
+      disk_bytes: how many bytes the key's entries may have in the directory; beyond, samples are
+        no longer written. None for no bound. Pass the same number in all processes.
       share: ``(rank, size)``; the cache has the source's samples ``rank``, ``rank + size``, and
         so on. Shares differ in length by at most one. The default is the whole source.
 
@@ -130,8 +125,8 @@ class DataCache:
         disk_bytes: int | None = None,
         share: tuple[int, int] = (0, 1),
     ):
-        if fcntl is None:
-            raise OSError("DataCache needs the file locks of Linux or macOS; read from the source itself here")
+        if os.name != "posix":
+            raise OSError(f"DataCache needs POSIX file locks, which {os.name} lacks: read from the source itself")
         for method in ("__len__", "__getitem__"):
             if not hasattr(source, method):
                 raise TypeError(f"source is a {type(source).__name__} without {method}: pass a source that has it")
@@ -285,7 +280,7 @@ class DataCache:
         try:
             with open(unfinished, "xb") as file, contextlib.ExitStack() as undo:
                 # The lock says that the writer lives: the kernel unlocks a dead process's files.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file)
                 if self._disk_bytes is not None:
                     file.truncate(len(entry))  # Who counts all files sees its length from now on.
                     if not self._count(len(entry)):
@@ -310,7 +305,7 @@ class DataCache:
             last = time.monotonic() + PATIENCE
             while True:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _lock(file)
                     break
                 except BlockingIOError:  # For microseconds, unless its holder is stopped.
                     if time.monotonic() > last:
@@ -325,13 +320,13 @@ class DataCache:
             return True
 
     def _measure(self) -> int:
-        """The bytes of the key's files; an entry that is renamed meanwhile counts once or twice."""
+        """The bytes of all entries; one that is renamed meanwhile counts once or twice."""
         total = 0
         for folder in (self._unfinished, self._folder):
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
                 for file in files:
                     with contextlib.suppress(FileNotFoundError):
-                        total += file.stat().st_size if file.is_file() else 0
+                        total += file.stat().st_size if file.is_file() and file.name != "bytes" else 0
         return total
 
     def _clean(self) -> None:
@@ -340,7 +335,7 @@ class DataCache:
             for name in os.listdir(self._unfinished):
                 left = os.path.join(self._unfinished, name)
                 with contextlib.suppress(OSError), open(left, "r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Refused while its writer lives.
+                    _lock(file)  # Refused while its writer lives.
                     os.unlink(left)
         if self._disk_bytes is not None:
             with contextlib.suppress(OSError):
@@ -357,6 +352,13 @@ class DataCache:
                 RuntimeWarning,
                 stacklevel=5,
             )
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Locks a file until it is closed, or its process dies; BlockingIOError if it is locked."""
+    import fcntl  # Windows has none.
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _whole(name: str, number: int) -> int:
