@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -339,6 +340,7 @@ def test_memory_is_bounded(tmp_path, elements: int):
     try:
         for _ in cache:
             pass
+        gc.collect()
         grown = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

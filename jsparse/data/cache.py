@@ -276,20 +276,22 @@ class DataCache:
     def _write_file(self, number: int, entry: bytes) -> None:
         """Writes to another file and renames it, so that no reader sees a part of an entry."""
         os.makedirs(self._unfinished, exist_ok=True)
-        unfinished = os.path.join(self._unfinished, secrets.token_hex(8))
+        unfinished, counted = os.path.join(self._unfinished, secrets.token_hex(8)), 0
         try:
-            with open(unfinished, "xb") as file, contextlib.ExitStack() as undo:
-                # The lock says that the writer lives: the kernel unlocks a dead process's files.
-                _lock(file)
+            with open(unfinished, "xb") as file:
+                _lock(file)  # While the writer lives: the kernel unlocks a dead process's files.
                 if self._disk_bytes is not None:
                     file.truncate(len(entry))  # Who counts all files sees its length from now on.
                     if not self._count(len(entry)):
                         return
-                    undo.callback(self._count, -len(entry))
+                    counted = len(entry)
                 file.write(entry)
                 file.flush()
                 os.replace(unfinished, self._path(number))
-                undo.pop_all()
+        except OSError:
+            if counted:
+                self._count(-counted)
+            raise
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)

@@ -6,9 +6,9 @@ bytes objects one after another. The header is JSON, so that reading a file runs
 
 import ast
 import functools
+import io
 import json
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,24 +56,22 @@ def _pack(x: Any, parts: list[bytes]) -> Any:
     raise TypeError(f"a sample has a {kind.__module__}.{kind.__qualname__}, {_ALLOWED}")
 
 
-def _unpack(node: Any, take: Callable[[int], int], entry: bytes) -> Any:
-    """What :func:`_pack` packed. ``take(length)`` says where the next bytes begin."""
+def _unpack(node: Any, file: io.BytesIO) -> Any:
+    """What :func:`_pack` packed; its bytes come next in the file."""
     if type(node) is list:
-        return [_unpack(child, take, entry) for child in node]
+        return [_unpack(child, file) for child in node]
     if type(node) is not dict:
         return node
     ((kind, value),) = node.items()
     if kind == "tuple":
-        return tuple(_unpack(child, take, entry) for child in value)
+        return tuple(_unpack(child, file) for child in value)
     if kind == "dict":
-        return {_unpack(key, take, entry): _unpack(child, take, entry) for key, child in value}
+        return {_unpack(key, file): _unpack(child, file) for key, child in value}
     if kind == "bytes":
-        begin = take(value)
-        return entry[begin : begin + value]
-    dtype, shape = _dtype(value[0]), value[1]
-    begin = take(dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-    array = np.ndarray(shape, dtype, entry, begin)
-    return array[()].copy() if kind == "scalar" else array.copy()
+        return file.read(value)
+    array = np.empty(value[1], _dtype(value[0]))
+    file.readinto(array.reshape(-1).view(np.uint8))
+    return array[()] if kind == "scalar" else array
 
 
 def encode(sample: Any, salt: bytes) -> bytes:
@@ -100,12 +98,7 @@ def sound(entry: bytes, salt: bytes) -> bool:
 
 
 def decode(entry: bytes) -> Any:
-    """The sample of a sound entry. Its arrays are copies, which the caller may change."""
-    end = 2 * _WORD + int.from_bytes(entry[_WORD : 2 * _WORD], "little")
-
-    def take(length: int) -> int:
-        nonlocal end
-        end += length
-        return end - length
-
-    return _unpack(json.loads(entry[2 * _WORD : end]), take, entry)
+    """The sample of a sound entry. Its arrays are new, and the caller may change them."""
+    file = io.BytesIO(entry)
+    file.seek(_WORD)
+    return _unpack(json.loads(file.read(int.from_bytes(file.read(_WORD), "little"))), file)
