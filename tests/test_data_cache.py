@@ -687,16 +687,18 @@ def test_many_entries(tmp_path):
     assert int((folder(tmp_path) / "bytes").read_bytes()) == entry_bytes(tmp_path)
 
 
-def test_as_a_source_of_grain(tmp_path):
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_as_a_source_of_grain(tmp_path, workers: int):
     grain = pytest.importorskip("grain.python")
+    pytest.importorskip("absl.flags").FLAGS(["test"])
     cache = DataCache([{"x": np.full(3, i)} for i in range(8)], tmp_path, key="k")
     assert isinstance(cache, grain.RandomAccessDataSource)
     sampler = grain.IndexSampler(8, grain.NoSharding(), shuffle=True, num_epochs=2, seed=0)
-    for workers in (0, 2):
-        loader = grain.DataLoader(data_source=cache, sampler=sampler, worker_count=workers)
-        assert sorted(int(sample["x"][0]) for sample in loader) == sorted([*range(8)] * 2)
-    assert cache.stats.source.samples == 8
+    loader = grain.DataLoader(data_source=cache, sampler=sampler, worker_count=workers)
+    assert sorted(int(sample["x"][0]) for sample in loader) == sorted([*range(8)] * 2)
+    assert len(entries(tmp_path)) == 8
     assert [int(sample["x"][0]) for sample in grain.MapDataset.source(cache)] == list(range(8))
+    assert counts(cache) == ((0, 8, 0) if workers else (8, 0, 16))
 
 
 # The benchmark.

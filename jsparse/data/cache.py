@@ -140,7 +140,7 @@ class DataCache:
             raise ValueError(f"share is {share!r}; pass two whole numbers, (rank, size)") from None
         if not 0 <= rank < size:
             raise ValueError(f"share is {share!r}; pass (rank, size) with 0 <= rank < size")
-        directory = os.path.abspath(os.fspath(directory))
+        directory = os.path.abspath(os.fsdecode(directory))
         if os.path.exists(directory) and not os.path.isdir(directory):
             raise ValueError(f"directory is {directory}, which is a file: name a directory")
         self._source, self._prepare, self._rank, self._size = source, prepare, rank, size

@@ -70,7 +70,7 @@ def _unpack(node: Any, file: io.BytesIO) -> Any:
     if kind == "bytes":
         return file.read(value)
     array = np.empty(value[1], _dtype(value[0]))
-    file.readinto(array.reshape(-1).view(np.uint8))
+    file.readinto(array.reshape(-1).view(np.uint8).data)
     return array[()] if kind == "scalar" else array
 
 
