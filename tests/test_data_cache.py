@@ -192,6 +192,15 @@ def test_what_the_source_raises_passes_through(tmp_path):
     assert counts(cache) == (1, 0, 1)
 
 
+def test_an_index_error_of_the_source_does_not_end_the_samples(tmp_path):
+    class Hole(Counted):
+        def __getitem__(self, index):
+            raise IndexError("a hole")
+
+    with pytest.raises(IndexError, match="a hole"):
+        list(DataCache(Hole([1, 2]), tmp_path, key="k"))
+
+
 def good(**options):
     return {"source": [1, 2], "key": "k", **options}
 
@@ -390,6 +399,11 @@ def test_the_disk_is_counted_anew(tmp_path):
         assert len(entries(tmp_path)) == written
         assert entry_bytes(tmp_path) <= 1000
     cache = make()
+    entries(tmp_path)[0].write_bytes(bytes(2000))
+    list(cache)
+    list(make())  # What replaces it has room.
+    assert len(entries(tmp_path)) == written
+    assert entry_bytes(tmp_path) <= 1000
     entries(tmp_path)[0].unlink()
     cache = make()
     with limited(50), pytest.warns(RuntimeWarning, match="File too large"):
@@ -415,7 +429,7 @@ def test_a_full_disk(tmp_path):
     with limited(2000), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert [sample["y"] for sample in cache] == [0, 1, 2]
+            assert [cache[i]["y"] for i in range(3)] == [0, 1, 2]
     assert [str(warning.message) for warning in caught] == [
         f"DataCache can't use {folder(tmp_path)}: [Errno 27] File too large. Samples that are not there come from the "
         "source in every epoch: free space on the disk, or name a directory that you may write to"

@@ -91,21 +91,22 @@ def measure(store: Store, epochs: int, repeats: int, directory: pathlib.Path | N
         for index in rng.permutation(len(store)):
             source[index]
 
-    with progress_bar() as progress:
+    # All directories stay to the end: ext4 creates files slowly after many were deleted.
+    with progress_bar() as progress, tempfile.TemporaryDirectory(dir=directory) as parent:
         task = progress.add_task("reading", total=repeats * len(times))
-        for _ in range(repeats):
-            with tempfile.TemporaryDirectory(dir=directory) as first, tempfile.TemporaryDirectory(dir=directory) as own:
-                memory = 2 * sum(len(sample) + 1000 for sample in store.samples)
-                for form in FORMS:  # The second run finds what the first one wrote.
-                    source: Any = store
-                    if form != "no cache":
-                        size, where = (0, own) if form == "cache, no memory" else (memory, first)
-                        source = DataCache(store, where, key="benchmark", memory_bytes=size)
-                    for epoch in range(epochs):
-                        before = source.stats if form != "no cache" else None
-                        times[form, epoch].append(timed(read, source)[0])
-                        tiers[form, epoch] = "source" if before is None else most(before, source.stats)
-                        progress.advance(task)
+        memory = 2 * sum(len(sample) + 1000 for sample in store.samples)
+        for number in range(repeats):
+            for form in FORMS:  # The second run finds what the first one wrote.
+                source: Any = store
+                if form != "no cache":
+                    size, name = (0, "own") if form == "cache, no memory" else (memory, "shared")
+                    where = pathlib.Path(parent) / f"{number}-{name}"
+                    source = DataCache(store, where, key="benchmark", memory_bytes=size)
+                for epoch in range(epochs):
+                    before = source.stats if form != "no cache" else None
+                    times[form, epoch].append(timed(read, source)[0])
+                    tiers[form, epoch] = "source" if before is None else most(before, source.stats)
+                    progress.advance(task)
     results = []
     for form in FORMS:
         found = []

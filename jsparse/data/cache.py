@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple, Protocol, SupportsIndex
 
 from .entry import decode, encode, sound
@@ -184,6 +184,10 @@ class DataCache:
             here.stats = here.stats._replace(**{tier: taken})
         return sample
 
+    def __iter__(self) -> Iterator[Any]:
+        # Python's own iteration would take an IndexError of the source for the end.
+        return (self[index] for index in range(len(self)))
+
     def __repr__(self) -> str:
         # grain compares it with a checkpoint's: nothing of one process or host may be in it.
         return f"DataCache(key={self._key!r}, share={(self._rank, self._size)}, samples={len(self)})"
@@ -260,6 +264,8 @@ class DataCache:
             return entry
         with here.lock:
             here.stats = here.stats._replace(damaged=here.stats.damaged + 1)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(number))  # So that the next count of all bytes leaves it out.
         return None
 
     def _write(self, here: _Process, number: int, entry: bytes) -> None:
@@ -267,9 +273,10 @@ class DataCache:
         try:
             try:
                 self._write_file(number, entry)
-            except (FileNotFoundError, BlockingIOError):
-                # Someone removed the directory, or took the file for a dead process's.
+            except FileNotFoundError:  # Someone removed the directory.
                 self._write_file(number, entry)
+        except BlockingIOError:
+            pass  # Another process counts the bytes anew: a later read writes the entry.
         except OSError as error:
             self._warn(here, error)
 
@@ -309,7 +316,7 @@ class DataCache:
                 try:
                     _lock(file)
                     break
-                except BlockingIOError:  # For microseconds, unless its holder is stopped.
+                except BlockingIOError:
                     if time.monotonic() > last:
                         raise
                     time.sleep(1e-3)
