@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -338,6 +339,24 @@ def test_the_least_recently_read_goes_first(data):
                 kept.popitem(last=False)
 
 
+def test_a_read_keeps_a_sample_in_memory(tmp_path):
+    """Room for two of three samples: what was read last stays, not what came last."""
+    cache = DataCache([bytes(1000)] * 3, tmp_path, key="k", memory_bytes=2 * (1000 + 200 + OVERHEAD))
+    for i in (0, 1, 0, 2, 0):
+        cache[i]
+    assert counts(cache) == (3, 0, 2)
+    cache[1]
+    assert counts(cache) == (3, 1, 2)
+
+
+def test_an_entry_that_two_threads_keep_counts_once(tmp_path):
+    cache = DataCache([b""], tmp_path, key="k")
+    here = cache._here()
+    for _ in range(2):
+        cache._keep(here, 0, b"entry")
+    assert here.bytes == sys.getsizeof(b"entry") + OVERHEAD
+
+
 @pytest.mark.parametrize("elements", [0, 100_000])
 def test_memory_is_bounded(tmp_path, elements: int):
     """Measured, for tiny samples and for large ones."""
@@ -412,6 +431,21 @@ def test_the_disk_is_counted_anew(tmp_path):
     assert len(entries(tmp_path)) == written
 
 
+def test_what_was_not_written_is_not_counted(tmp_path, monkeypatch):
+    cache = DataCache([bytes(100)] * 2, tmp_path, key="k", memory_bytes=0, disk_bytes=150)
+
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            cache[0]
+    assert int((folder(tmp_path) / "bytes").read_bytes()) == 0
+    cache[1]
+    assert len(entries(tmp_path)) == 1
+
+
 @contextlib.contextmanager
 def limited(length: int):
     """As on a full disk: what writes beyond this length of a file fails, after a part of it."""
@@ -462,6 +496,20 @@ def test_a_directory_that_is_removed(tmp_path):
     assert counts(cache) == (6, 6, 0)
 
 
+def test_a_directory_that_is_removed_during_a_write(tmp_path, monkeypatch):
+    cache, removed, make = DataCache([5], tmp_path / "cache", key="k"), [], os.makedirs
+
+    def removing(path, **options):
+        make(path, **options)
+        if not removed:
+            removed.append(shutil.rmtree(tmp_path / "cache"))
+
+    monkeypatch.setattr(os, "makedirs", removing)
+    assert cache[0] == 5
+    assert removed
+    assert len(entries(tmp_path / "cache")) == 1
+
+
 # Damage.
 
 
@@ -499,8 +547,8 @@ def test_entries_that_belong_elsewhere(tmp_path):
     source = numbered(2)
     list(DataCache(source, tmp_path / "a", key="a"))
     list(DataCache([5, 6], tmp_path / "b", key="b"))
-    shutil.copy(folder(tmp_path / "b") / "0", folder(tmp_path / "a") / "0")
     shutil.copy(folder(tmp_path / "a") / "0", folder(tmp_path / "a") / "1")
+    shutil.copy(folder(tmp_path / "b") / "0", folder(tmp_path / "a") / "0")
     cache = DataCache(source, tmp_path / "a", key="a")
     assert [sample["y"] for sample in cache] == [0, 1]
     assert cache.stats.damaged == 2
