@@ -708,7 +708,7 @@ while True:
     workers, left, killed = [child(code, tmp_path, rank) for rank in range(3)], 0, 0
     end = time.monotonic() + seconds
     try:
-        while time.monotonic() < end:
+        while killed < 3 or time.monotonic() < end:
             chosen = draw.randrange(3)
             worker = workers[chosen]
             assert worker.stdout.readline() == b"ready\n"
@@ -723,7 +723,6 @@ while True:
         for worker in workers:
             worker.kill()
             worker.communicate()
-    assert killed > 1
     assert seconds < 10 or left
     samples = [bytes([i]) * [0, 1, 10_000, 300_000, 2_000_000][i % 5] for i in range(40)]
     cache = DataCache([{"i": i, "x": x} for i, x in enumerate(samples)], tmp_path, key="k", disk_bytes=15_000_000)
@@ -767,7 +766,7 @@ def test_as_a_source_of_grain(tmp_path, workers: int):
 
 
 def test_the_benchmark(tmp_path, capsys):
-    jsparse.cli.main(["bench", "data", "--samples", "20", "--latency", "2", "--repeats", "2", "--json", "-"])
+    jsparse.cli.main(["bench", "data", "--samples", "10", "--latency", "10", "--repeats", "2", "--json", "-"])
     figures = json.loads(capsys.readouterr().out)
     forms = {form["name"]: form for form in figures["forms"]}
     assert [epoch["from"] for epoch in forms["cache"]["epochs"]] == ["source", "memory", "memory"]
@@ -775,5 +774,6 @@ def test_the_benchmark(tmp_path, capsys):
     for form in forms.values():
         for epoch in form["epochs"]:
             slow = epoch["from"] == "source"
-            assert (epoch["median_ms"] >= 40) == slow
-            assert (epoch["times_faster"] > 10) == (not slow)
+            assert (epoch["median_ms"] >= 100) == slow
+            assert (epoch["times_faster"] > 2) == (not slow)
+    assert all(epoch["times_faster"] > 10 for epoch in forms["cache"]["epochs"][1:])
