@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import errno
+import fcntl
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 
 import jsparse.cli
 from jsparse.data import DataCache
+from jsparse.data import cache as cache_module
 from jsparse.data.cache import OVERHEAD
 from jsparse.data.entry import decode, encode, sound
 
@@ -552,6 +554,21 @@ def test_entries_that_belong_elsewhere(tmp_path):
     cache = DataCache(source, tmp_path / "a", key="a")
     assert [sample["y"] for sample in cache] == [0, 1]
     assert cache.stats.damaged == 2
+
+
+def test_a_stopped_process_stops_no_other(tmp_path, monkeypatch):
+    """One that holds the count: the others go on, without a warning, and write later."""
+    monkeypatch.setattr(cache_module, "PATIENCE", 0.05)
+    cache = DataCache([5, 6], tmp_path, key="k", memory_bytes=0, disk_bytes=1000)
+    cache[0]
+    with open(folder(tmp_path) / "bytes", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert cache[1] == 6
+        assert DataCache([5, 6], tmp_path, key="k", disk_bytes=1000)[0] == 5
+    assert len(entries(tmp_path)) == 1
+    assert cache[1] == 6
+    assert len(entries(tmp_path)) == 2
+    assert not unfinished(tmp_path)
 
 
 def test_an_entry_that_cannot_be_read(tmp_path):
