@@ -1,6 +1,6 @@
 """jsparse: sparse gradient all-reduces as optax transformations, for slow networks."""
 
-from . import allreduce, cost, quantize, select, wire
+from . import allreduce, cost, data, quantize, select, wire
 from ._comm.comm import AxisComm, Comm
 from ._comm.mpi import MpiComm
 from ._comm.traffic import Traffic, traffic
@@ -55,6 +55,7 @@ __all__ = [
     "allreduce",
     "apply_sparse",
     "cost",
+    "data",
     "dense",
     "dgc",
     "dsar_split_allgather",

@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Bottom to top: a module imports from its own folder, and from the folders above it in this list.
 LAYERS = (
     "kernels_pallas",
+    "jsparse.data",
     "jsparse._vector",
     "jsparse._comm",
     "jsparse.quantize",
@@ -50,6 +51,7 @@ PUBLIC = (
     jsparse.quantize,
     jsparse.wire,
     jsparse.cost,
+    jsparse.data,
     kernels_pallas,
 )
 COLLECTIVES = {
