@@ -80,9 +80,8 @@ def _own_lines(path: pathlib.Path, part: int, parts: int) -> tuple[int, bytes]:
 
 
 def _parsed(text: bytes) -> Rows:
-    rows: Any
-    labels: Any
-    rows, labels = load_svmlight_file(io.BytesIO(text), zero_based=False)
+    load: Any = load_svmlight_file  # Its inferred types are too narrow.
+    rows, labels = load(io.BytesIO(text), zero_based=False)
     values = rows.data.astype(np.float32)
     if not np.isfinite(values).all() or not np.isfinite(labels).all():
         raise ValueError("a number is not finite")

@@ -59,7 +59,7 @@ def _read(paths: list[pathlib.Path], page: str) -> Text:
     parts = [[[*line.split(), END] for line in read_lines(path, page)] for path in paths]
     words = [word for word, _ in collections.Counter(word for line in parts[0] for word in line).most_common()]
     number = {word: i for i, word in enumerate(words)}
-    numbers = []
+    numbers: list[np.ndarray] = []
     for path, lines in zip(paths, parts, strict=True):
         found: list[int] = []
         for line, text in enumerate(lines, 1):
@@ -68,7 +68,8 @@ def _read(paths: list[pathlib.Path], page: str) -> Text:
             except KeyError as error:
                 raise damaged(path, f"the word {error} is not in {paths[0].name}", page, line) from error
         numbers.append(np.array(found, np.int32))
-    return Text(*numbers, words)
+    train, valid, test = numbers
+    return Text(train, valid, test, words)
 
 
 def windows(text: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,8 +100,8 @@ def masked_pairs(text: np.ndarray, words: int, length: int, seed: int) -> tuple[
       seed: of the random choices.
 
     Returns:
-      The arguments of :meth:`examples.models.Bert.loss`, int32: words, segments and masked words of
-      shape ``(rows, 2 length + 3)``, and whether the second segment follows, ``(rows,)``.
+      The arguments of :meth:`examples.models.Bert.loss`, int32: words, segments and masked words,
+      of shape ``(rows, 2 length + 3)``, and whether the second segment follows, ``(rows,)``.
     """
     rng = np.random.default_rng(seed)
     segments = text[: len(text) // length * length].reshape(-1, length)
