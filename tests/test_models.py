@@ -104,7 +104,7 @@ def without_gradient(path: str) -> bool:
     return re.fullmatch(r"convs\.\d+\.bias|conv\d\.bias|.*\.key\.bias", path) is not None
 
 
-@pytest.mark.parametrize("name", quick(SMALL, "fnn", "lstm"))
+@pytest.mark.parametrize("name", quick(SMALL, "fnn"))
 def test_models_learn_a_batch(name: str):
     """Every leaf has a gradient, in some steps the loss halves, and most is predicted."""
     make, batch = SMALL[name]
@@ -161,7 +161,12 @@ def test_positions():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: LanguageModel(50, 8, 1, rngs()), lambda: Transformer(50, 8, 2, 8, 1, rngs())], ids=["lstm", "tf"]
+    "make",
+    [
+        lambda: LanguageModel(50, 8, 1, rngs()),
+        pytest.param(lambda: Transformer(50, 8, 2, 8, 1, rngs()), marks=pytest.mark.full),
+    ],
+    ids=["lstm", "transformer"],
 )
 def test_no_word_sees_the_words_after_it(make):
     x = numbers(50, 1, 6)

@@ -119,7 +119,7 @@ def spectrogram(path: pathlib.Path) -> np.ndarray:
     except OSError as error:
         raise damaged(path, f"can't be read ({error.strerror})", PAGE) from error
     except (wave.Error, EOFError) as error:
-        raise damaged(path, f"is not a wav file ({error or 'it ends too early'})", PAGE) from error
+        raise damaged(path, f"is not a wav file ({str(error) or 'it ends too early'})", PAGE) from error
     if form != (RATE, 16, 1):
         raise damaged(path, f"has {form[0]} Hz, {form[1]} bits, {form[2]} channels, not 16000, 16 and 1", PAGE)
     if len(raw) != 2 * count or count < WINDOW:

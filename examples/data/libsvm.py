@@ -57,7 +57,7 @@ def read_libsvm(path: pathlib.Path, part: int = 0, parts: int = 1) -> Rows:
             except (ValueError, OverflowError) as error:
                 with path.open("rb") as file:
                     number += file.read(begin).count(b"\n")
-                raise damaged(path, str(error), PAGE, number) from error
+                raise damaged(path, f"{line[:60]!r} is no row ({error})", PAGE, number) from error
         raise
 
 
@@ -82,7 +82,8 @@ def _own_lines(path: pathlib.Path, part: int, parts: int) -> tuple[int, bytes]:
 def _parsed(text: bytes) -> Rows:
     load: Any = load_svmlight_file  # Its inferred types are too narrow.
     rows, labels = load(io.BytesIO(text), zero_based=False)
-    values = rows.data.astype(np.float32)
+    with np.errstate(over="ignore"):
+        values, labels = rows.data.astype(np.float32), labels.astype(np.float32)
     if not np.isfinite(values).all() or not np.isfinite(labels).all():
-        raise ValueError("a number is not finite")
-    return Rows(rows.indptr.astype(np.int64), rows.indices.astype(np.int32), values, labels.astype(np.float32))
+        raise ValueError("a number is not finite in float32")
+    return Rows(rows.indptr.astype(np.int64), rows.indices.astype(np.int32), values, labels)
