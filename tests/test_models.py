@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from examples.models import FNN, LSTM, VGG, Bert, DeepSpeech, Intent, LanguageModel, ResNet, Transformer, shapes
+from examples.models.speech import edit_distance
 from examples.models.transformer import positions
 from jsparse.bench.nets import VGG16
 from tiers import quick
@@ -127,8 +128,7 @@ def test_models_learn_a_batch(name: str):
             check_gradient(nnx.to_flat_state(grads))
     assert losses[0] < 20
     assert losses[-1] < losses[0] / 2
-    if name != "speech":
-        assert nnx.merge(graph, params, rest).accuracy(*batch) > 0.7
+    assert nnx.merge(graph, params, rest).accuracy(*batch) > 0.7
 
 
 def check_gradient(grads) -> None:
@@ -186,6 +186,25 @@ def test_padding_changes_nothing(name: str):
     extra = [(0, 0), (0, 4)] + [(0, 0)] * (batch[0].ndim - 2)
     longer = [np.pad(batch[0], extra, constant_values=3), batch[1], np.pad(batch[2], extra[:2]), batch[3]]
     assert model.loss(*longer) == pytest.approx(float(model.loss(*batch)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "truth", "edits"),
+    [
+        ("", "", 0),
+        ("--aa-a-", "aa", 0),
+        ("aaab", "ab", 0),
+        ("--", "abc", 3),
+        ("abc", "", 3),
+        ("kitten", "siten", 2),
+        ("s-u-n-d-a-y", "saturday", 3),
+        ("a-b", "ba", 2),
+    ],
+)
+def test_edit_distance(path: str, truth: str, edits: int):
+    said = [0 if letter == "-" else ord(letter) for letter in path.ljust(12, "-")]
+    true = [ord(letter) for letter in truth.ljust(9, "x")]
+    assert edit_distance(jnp.array(said), jnp.array(true), jnp.array(len(truth))) == edits
 
 
 @pytest.mark.full

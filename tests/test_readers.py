@@ -4,6 +4,7 @@ import collections
 import functools
 import gzip
 import io
+import json
 import math
 import os
 import pathlib
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from examples import train
 from examples.data import masked_pairs, read_an4, read_atis, read_libsvm, read_ptb, read_wikitext2, windows
 from examples.data.an4 import LABELS, cepstra, spectrogram
 from jsparse.bench.images import load_images
@@ -390,6 +392,65 @@ def test_damaged_files_of_mnist(change: dict, message: str, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         load_images("mnist", tmp_path)
     assert "https://storage.googleapis.com/cvdf-datasets/mnist" in str(caught.value)
+
+
+def learnable(name: str, directory: pathlib.Path) -> pathlib.Path:
+    """Writes files of a data set from which there is something to learn."""
+    if name == "cifar10":
+        labels = np.arange(64, dtype=np.uint8) % 10
+        pixels = np.repeat(labels[:, None] * 25, 3072, axis=1)
+        batch = np.concatenate([labels[:, None], pixels], axis=1).tobytes()
+        return put(directory, {f"{name}.bin": batch for name in CIFAR10})
+    if name == "ptb":
+        lines = b"a b c d e f g h i j\n" * 200
+        return put(directory, dict.fromkeys(PTB, lines))
+    if name == "atis":
+        lines = b"BOS to rome EOS\tO O B-to flight\nBOS what is served EOS\tO O O O meal\n" * 32
+        return put(directory, dict.fromkeys(ATIS, lines))
+    names = [f"x{i}" for i in range(64)]
+    etc = {}
+    for part in ("train", "test"):
+        etc[f"etc/an4_{part}.fileids"] = "\n".join(names).encode()
+        etc[f"etc/an4_{part}.transcription"] = "\n".join(f"AB ({name})" for name in names).encode()
+    return put(directory, etc | {f"feat/{name}.mfc": mfc(12) for name in names})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "data", "algorithm"),
+    [
+        ("fnn3", "cifar10", "gtopk"),
+        ("vgg-small", "cifar10", "oktopk"),
+        ("lstm-small", "ptb", "hitopk"),
+        ("transformer-small", "ptb", "topk_dsa"),
+        ("bert-small", "ptb", "dgc"),
+        ("lstm-atis", "atis", "a2sgd"),
+        ("lstm-an4-small", "an4", "topk_allgather"),
+    ],
+)
+def test_train_takes_models_by_name(model: str, data: str, algorithm: str, tmp_path):
+    directory = learnable(data, tmp_path)
+    arguments = ["--model", model, "--data", data, "--data-dir", str(directory), "--algorithm", algorithm]
+    arguments += ["--workers", "2", "--batch", "8", "--epochs", "4", "--density", "0.1", "--optimizer", "adam"]
+    train.main([*arguments, "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")])
+    (run,) = json.loads((tmp_path / "x.json").read_text())
+    assert run["settings"]["model"] == model
+    assert np.mean(run["loss"][-3:]) < 0.9 * np.mean(run["loss"][:2])
+    assert np.isfinite(run["accuracy"]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "vgg16", "--data", "mnist"], "vgg16 learns cifar10, not mnist: change --data or --model"),
+        (["--model", "lstm-ptb"], "ptb is read from files: name their directory with --data-dir"),
+        (["--model", "lstm-atis", "--data-dir", "/nowhere"], "/nowhere/atis.train.w-intent.iob: can't be read"),
+    ],
+)
+def test_wrong_models_and_data(arguments: list[str], message: str, capsys):
+    with pytest.raises(SystemExit):
+        train.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -1,12 +1,12 @@
-"""The models of the papers on sparse all-reduces, in Flax.
+"""The models of the papers on sparse all-reduces, and the demo's net, in Flax.
 
 A model's constructor takes its sizes, so that the published model and a small one are the same
-class. Each has ``loss(*batch)``, the mean loss of a batch. All but DeepSpeech have
-``accuracy(*batch)``, the share that is predicted correctly. There is no dropout: the gradient
-depends on the batch alone.
+class. ``loss(*batch)`` is the mean loss of a batch. ``accuracy(*batch)`` is the share that is
+predicted correctly. There is no dropout: the gradient depends on the batch alone.
 """
 
 from .bert import Bert
+from .convnet import ConvNet
 from .fnn import FNN
 from .intent import Intent
 from .lstm import LSTM, LanguageModel
@@ -15,4 +15,4 @@ from .speech import DeepSpeech
 from .transformer import Transformer
 from .vgg import VGG
 
-__all__ = ["FNN", "LSTM", "VGG", "Bert", "DeepSpeech", "Intent", "LanguageModel", "ResNet", "Transformer"]
+__all__ = ["FNN", "LSTM", "VGG", "Bert", "ConvNet", "DeepSpeech", "Intent", "LanguageModel", "ResNet", "Transformer"]

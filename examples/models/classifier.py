@@ -1,4 +1,4 @@
-"""The loss and the accuracy of models that choose one of several classes."""
+"""What models share: the loss and the accuracy of a choice of classes, and BatchNorm."""
 
 from collections.abc import Callable
 
@@ -22,6 +22,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array | Non
 def share_correct(logits: jax.Array, labels: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """The share of the labels with the largest logit; arguments as of :func:`cross_entropy`."""
     return jnp.average(jnp.argmax(logits, axis=-1) == labels, weights=weights)
+
+
+def batch_norm(width: int, rngs: nnx.Rngs) -> nnx.BatchNorm:
+    """BatchNorm whose averages move by a tenth in each step, as in PyTorch."""
+    return nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
 
 
 class Classifier(nnx.Module):

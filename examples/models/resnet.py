@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .classifier import Classifier
+from .classifier import Classifier, batch_norm
 
 
 def convolution(inputs: int, outputs: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
@@ -21,9 +21,9 @@ class Block(nnx.Module):
         self.stride = 1 if inputs == outputs else 2
         self.grow = outputs - inputs
         self.conv1 = convolution(inputs, outputs, self.stride, rngs)
-        self.norm1 = nnx.BatchNorm(outputs, rngs=rngs)
+        self.norm1 = batch_norm(outputs, rngs)
         self.conv2 = convolution(outputs, outputs, 1, rngs)
-        self.norm2 = nnx.BatchNorm(outputs, rngs=rngs)
+        self.norm2 = batch_norm(outputs, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x)))))
@@ -46,7 +46,7 @@ class ResNet(Classifier):
 
     def __init__(self, blocks: int, rngs: nnx.Rngs, width: int = 16, inputs: int = 3, classes: int = 10):
         self.first = convolution(inputs, width, 1, rngs)
-        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.norm = batch_norm(width, rngs)
         stages = []
         before = width
         for channels in (width, 2 * width, 4 * width):

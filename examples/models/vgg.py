@@ -8,7 +8,7 @@ from flax import nnx
 
 from jsparse.bench.nets import VGG16
 
-from .classifier import Classifier
+from .classifier import Classifier, batch_norm
 
 
 class VGG(Classifier):
@@ -27,7 +27,7 @@ class VGG(Classifier):
         widths = [inputs, *filter(None, channels)]
         self.channels = tuple(channels)
         self.convs = nnx.List(nnx.Conv(*pair, (3, 3), kernel_init=he, rngs=rngs) for pair in itertools.pairwise(widths))
-        self.norms = nnx.List(nnx.BatchNorm(width, rngs=rngs) for width in widths[1:])
+        self.norms = nnx.List(batch_norm(width, rngs) for width in widths[1:])
         self.last = nnx.Linear(widths[-1], classes, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
