@@ -32,7 +32,7 @@ import rich.table
 from flax import nnx
 
 import jsparse
-from examples.train import ConvNet
+from examples.models import ConvNet
 from jsparse import cost
 from jsparse.bench.images import Images, load_images
 

@@ -30,7 +30,7 @@ import rich.table
 from flax import nnx
 
 import jsparse
-from examples.train import ConvNet
+from examples.models import ConvNet
 from jsparse.bench.images import load_images
 from jsparse.bench.nets import dense
 

@@ -1,4 +1,4 @@
-"""Trains a convolutional net data-parallel, once with each algorithm, and compares the runs.
+"""Trains a model data-parallel, once with each algorithm, and compares the runs.
 
 Run ``python -m examples.train --help`` from the repository's root. The workers are accelerators
 where there are enough of them, and virtual CPU devices otherwise. They belong to this process, or
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.progress
@@ -24,8 +23,9 @@ from jax.sharding import Mesh
 
 import jsparse
 from examples import cluster, report
+from examples.models import DeepSpeech
+from examples.tasks import DATA, MODELS, Task, make_task
 from jsparse import quantize, select, wire
-from jsparse.bench.images import Images, load_images
 from jsparse.cli import processes
 
 
@@ -92,9 +92,11 @@ REPLICAS_DIFFER = ("a2sgd",)
 # Their updates have momentum already.
 OWN_MOMENTUM = ("dgc",)
 # The settings that must not change when a run goes on from a checkpoint.
-SETTINGS = ("data", "workers", "density", "batch", "optimizer", "learning_rate", "schedule", "seed")
+SETTINGS = ("model", "data", "workers", "density", "batch", "optimizer", "learning_rate", "schedule", "seed")
 # The figures of each step or epoch.
 FIGURES = ("loss", "milliseconds", "bytes", "messages", "selected", "delivered", "updated", "accuracy")
+# Test examples that are evaluated at once.
+AT_ONCE = 100
 # The default learning rates.
 RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "lars": 5.0, "lamb": 0.01}
 
@@ -125,23 +127,6 @@ def make_optimizer(
     return optax.sgd(rate, momentum=0.9 if args.optimizer == "momentum" and name not in OWN_MOMENTUM else None)
 
 
-class ConvNet(nnx.Module):
-    """Two convolutions with pooling and two dense layers."""
-
-    def __init__(self, height: int, width: int, channels: int, rngs: nnx.Rngs):
-        self.conv1 = nnx.Conv(channels, 32, (3, 3), rngs=rngs)
-        self.conv2 = nnx.Conv(32, 64, (3, 3), rngs=rngs)
-        self.dense1 = nnx.Linear(64 * (height // 4) * (width // 4), 128, rngs=rngs)
-        self.dense2 = nnx.Linear(128, 10, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        pool = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
-        x = pool(nnx.relu(self.conv1(x)))
-        x = pool(nnx.relu(self.conv2(x)))
-        x = nnx.relu(self.dense1(x.reshape(x.shape[0], -1)))
-        return self.dense2(x)
-
-
 def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
     """The mesh of the workers of all processes, and the names of its axes.
 
@@ -159,34 +144,50 @@ def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
     return Mesh(found.reshape(nodes, -1), ("nodes", "gpus")), ("nodes", "gpus")
 
 
-def train(name: str, images: Images, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
+def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
     """Trains with one algorithm, and returns the run's settings and figures as plain numbers."""
-    model = ConvNet(*images.train_x.shape[1:], rngs=nnx.Rngs(args.seed))
-    graph, params = nnx.split(model, nnx.Param)
-    params = nnx.as_pure(params)
+    # The rest is the running averages of BatchNorm.
+    graph, params, rest = nnx.split(task.model, nnx.Param, nnx.BatchStat)
+    params, rest = nnx.as_pure(params), nnx.as_pure(rest)
+    has_rest = bool(jax.tree.leaves(rest))
 
-    def loss_fn(params, batch):
-        x, y = batch
-        logits = nnx.merge(graph, params)(x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+    def loss_fn(params, batch, model_state=rest):
+        model = nnx.merge(graph, params, model_state)
+        loss = model.loss(*batch)
+        return (loss, nnx.as_pure(nnx.state(model, nnx.BatchStat))) if has_rest else loss
 
     @jax.jit
-    def evaluate(params, x, y):
-        logits = nnx.merge(graph, params)(x)
-        return jnp.mean(jnp.argmax(logits, axis=-1) == y)
+    def evaluate(params, rest, batch):
+        model = nnx.merge(graph, params, rest)
+        model.eval()
+        return model.accuracy(*batch)
+
+    def accuracy(params, rest) -> float:
+        count = len(task.test[0])
+        starts = range(0, count, AT_ONCE)
+        parts = [tuple(array[start : start + AT_ONCE] for array in task.test) for start in starts]
+        return sum(float(evaluate(params, rest, part)) * len(part[0]) for part in parts) / count
 
     mesh, axis = make_mesh(name, args.workers)
     rng = np.random.default_rng(args.seed)
     size = args.batch * mesh.size
-    steps = len(images.train_y) // size
+    count = len(task.train[0])
+    steps = count // size
     if not steps:
         raise ValueError(
-            f"a batch of {size} is more than the {len(images.train_y)} training images: take fewer workers, or lower "
-            "--batch"
+            f"a batch of {size} is more than the {count} training examples: take fewer workers, or lower --batch"
         )
     tx = optax.chain(ALGORITHMS[name](args.density), make_optimizer(name, axis, args, args.epochs * steps))
     differ = name in REPLICAS_DIFFER
-    step = jsparse.train_step(loss_fn, tx, mesh, axis, params="per_worker" if differ else "replicated")
+    step = jsparse.train_step(
+        loss_fn,
+        tx,
+        mesh,
+        axis,
+        params="per_worker" if differ else "replicated",
+        model_state="mean" if has_rest else None,
+        check_vma=not isinstance(task.model, DeepSpeech),  # optax's CTC loss does not pass the check.
+    )
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
     run: dict[str, Any] = {
         "algorithm": name,
@@ -199,14 +200,14 @@ def train(name: str, images: Images, args: argparse.Namespace, progress: rich.pr
     }
 
     with cluster.Checkpoints.open(args.checkpoint, name) as checkpoints:
-        done, state, run = checkpoints.restore(step.init(params), run)
-        task = progress.add_task(name, total=args.epochs * steps, completed=done * steps)
+        done, state, run = checkpoints.restore(step.init(params, rest if has_rest else None), run)
+        bar = progress.add_task(name, total=args.epochs * steps, completed=done * steps)
         for epoch in range(args.epochs):
-            order = rng.permutation(len(images.train_y))[: steps * size].reshape(steps, size)
+            order = rng.permutation(count)[: steps * size].reshape(steps, size)
             for batch in order if epoch >= done else ():
                 own = batch[cluster.own_part(size)]
                 start = time.perf_counter()
-                state, loss = step(state, (images.train_x[own], images.train_y[own]))
+                state, loss = step(state, tuple(array[own] for array in task.train))
                 run["loss"].append(float(loss))
                 run["milliseconds"].append(1e3 * (time.perf_counter() - start))
                 stats = jax.tree.map(np.asarray, jsparse.stats(state.opt_state))
@@ -215,10 +216,10 @@ def train(name: str, images: Images, args: argparse.Namespace, progress: rich.pr
                 run["selected"].append(stats.selected.tolist())
                 run["delivered"].append(stats.delivered.tolist())
                 run["updated"].append(int(stats.updated[0]))
-                progress.advance(task)
+                progress.advance(bar)
             if epoch >= done:
                 mean = jsparse.sync_params(state, axis, mesh=mesh) if differ else state.params
-                run["accuracy"].append(float(evaluate(mean, images.test_x, images.test_y)))
+                run["accuracy"].append(accuracy(mean, state.model_state if has_rest else rest))
                 checkpoints.save(epoch + 1, state, run)
     return run
 
@@ -233,9 +234,14 @@ def main(argv: list[str] | None = None) -> None:
         help=f"all, or one of {', '.join(ALGORITHMS)}; repeatable (default: {', '.join(DEFAULT)})",
     )
     parser.add_argument(
-        "--data", choices=["digits", "mnist", "cifar10"], default="digits", help="images (default digits)"
+        "--model",
+        choices=MODELS,
+        default="convnet",
+        metavar="NAME",
+        help=f"one of {', '.join(MODELS)} (default convnet)",
     )
-    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's or CIFAR-10's files")
+    parser.add_argument("--data", choices=DATA, help="what it learns (default: digits, ptb, atis or an4)")
+    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of the data's files; the digits need none")
     parser.add_argument(
         "--workers", type=int, help="workers of each process (default: 8 in one process, 1 in each of several)"
     )
@@ -274,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     names = args.algorithm or DEFAULT
     args.algorithm = list(ALGORITHMS if "all" in names else names)
+    args.data = args.data or MODELS[args.model].data[0]
     args.epochs = args.epochs or (40 if args.data == "digits" else 3)
 
     if args.workers is None:
@@ -282,13 +289,13 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
-        images = load_images(args.data, args.data_dir)
+        task = make_task(args.model, args.data, args.data_dir, args.seed)
         processes.join(args)
         for name in args.algorithm:  # Wrong options raise here, before anything is trained.
             ALGORITHMS[name](args.density)
         columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
         with rich.progress.Progress(*columns, disable=jax.process_index() > 0) as progress:
-            runs = [train(name, images, args, progress) for name in args.algorithm]
+            runs = [train(name, task, args, progress) for name in args.algorithm]
     except ValueError as error:
         parser.error(str(error))
     if jax.process_index():
