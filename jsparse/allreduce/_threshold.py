@@ -150,7 +150,10 @@ class _Curves(NamedTuple):
     def unknown(self, threshold: jax.Array) -> jax.Array:
         """About how many elements each worker's curve may leave out: shape ``(P,)``."""
         below = jnp.where(threshold < self.corners[-1], self.ranks[-1], 0)
-        return below + jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
+        above = jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
+        # The last two corners are far from each other.
+        between = jnp.maximum(self.counts(threshold) - self.ranks[-2], 0) // 4
+        return below + above + between
 
 
 def _share(amount: jax.Array, part: jax.Array, whole: jax.Array, growth: float = 1) -> jax.Array:
