@@ -302,7 +302,7 @@ def test_layouts(tmp_path):
 @pytest.mark.parametrize(
     "sample",
     [{1}, object(), 1j, np.array([None]), np.ma.masked_array([1], [True]), collections.Counter(), [{"x": {2}}]],
-    ids=str,
+    ids=lambda sample: type(sample).__name__,
 )
 def test_samples_that_cannot_be_cached(tmp_path, sample):
     cache = DataCache([sample], tmp_path, key="k")
