@@ -338,7 +338,7 @@ def over_transports() -> Iterator[Any]:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
             slow = few and size != row.usual_size
-            yield case(row, size, "shard_map", slow=slow, full=row.name != row.preset)
+            yield case(row, size, "shard_map", slow=slow, full=row.name != row.preset or row.name == "phases")
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
             yield case(row, row.usual_size, transport, slow=few, full=row.name != "topk_allgather")
 

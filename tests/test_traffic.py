@@ -128,10 +128,8 @@ SPLITS = [("all_to_all", size) for size in (1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1
 SPLITS += [("rotate", size) for size in (1, 2, 3, 8, 33, 64)]  # A program P times as long.
 
 
-@pytest.mark.parametrize(
-    ("split", "size"),
-    [pytest.param(*given, marks=[] if given == ("all_to_all", 3) else [pytest.mark.full]) for given in SPLITS],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("split", "size"), SPLITS)
 def test_oktopk_keeps_its_bound(split: str, size: int):
     """``8k(P-1)/P + 16P + 512`` words in the dearest branches, whatever the sizes.
 

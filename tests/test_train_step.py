@@ -67,6 +67,7 @@ def test_it_is_jitted_once_and_donates():
     assert step.lower(state, data()).compile().memory_analysis().alias_size_in_bytes > 0
 
 
+@pytest.mark.full
 def test_micro_batches_synchronise_once():
     def messages(**kwargs):
         step = jsparse.train_step(loss_fn, chain(), transports.mesh(SIZE), AXIS, **kwargs)
