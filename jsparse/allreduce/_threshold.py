@@ -1,7 +1,6 @@
 """A threshold that selects k elements of a vector whose parts lie on different workers."""
 
 import itertools
-import math
 from typing import NamedTuple
 
 import jax
@@ -14,10 +13,6 @@ from .._comm.comm import Comm
 
 # How many elements a worker samples to estimate the magnitudes at its ranks.
 SAMPLE = 16384
-# The ranks whose magnitudes a worker sends, over the number of elements that it expects to have.
-# The threshold is nearly always between the middle ones. The outer ones tell about it when it is
-# not.
-RANKS = (1 / 4, 3 / 4, 1, 5 / 4, 4)
 # A factor of two, as a difference of the bits of two float32, read as integers.
 OCTAVE = 2**23
 # Search exactly when more than a tenth of k elements may lie outside the ranks that workers sent.
@@ -47,7 +42,7 @@ def global_threshold(
       values: this worker's elements, shape ``(capacity,)``, padded with 0.
       k: how many elements are wanted, static.
       part: int32 scalar, at least 1: about how many elements this worker should expect to have
-        above the threshold. More than ``2 k`` count as ``2 k``.
+        above the threshold.
       due: bool scalar, alike on all workers: whether to search exactly.
       beside: int32, shape ``(words,)``: words that this worker sends in the same exchange.
 
@@ -56,13 +51,12 @@ def global_threshold(
       how many elements each worker has above the threshold, or a little more. ``beside`` is what
       all workers sent, shape ``(P, words)``.
     """
-    part = jnp.minimum(part, min(2 * k, 2**29 - 1))
     told = estimate_kth_magnitude(values, _ranks(part), sample=SAMPLE).astype(jnp.float32)
     everyone = comm.all_gather(jnp.concatenate([lax.bitcast_convert_type(told, jnp.int32), part[None], beside]))
     magnitudes, ranks, beside = everyone[:, :5], _ranks(everyone[:, 5]), everyone[:, 6:]
 
     # Counts are in units of 2**shift, so that their sum over the workers does not overflow.
-    shift = max(0, (8 * k).bit_length() - 22, (8 * k * comm.size).bit_length() - 30)
+    shift = max(0, (2 * k).bit_length() - 22, (2 * k * comm.size).bit_length() - 30)
     wanted = k >> shift
     curves = _Curves.through(magnitudes, ranks >> shift)
 
@@ -79,7 +73,7 @@ def global_threshold(
 
     def estimate():
         threshold = lax.bitcast_convert_type(jnp.where(everything, 0, between), jnp.float32)
-        counts = jnp.minimum(curves.counts(between) + 1, 2**30 >> shift) << shift
+        counts = (curves.counts(between) + 1) << shift
         # A little more than the interpolated count, so that the chosen messages are long enough.
         return threshold.astype(values.dtype), jnp.where(everything, most, counts + (counts >> 5) + 1)
 
@@ -109,15 +103,16 @@ def _ranks(part: jax.Array) -> jax.Array:
 
     They ascend: int32, shape ``(*part.shape, 5)``.
     """
-    each = (part // 4, part - part // 4, part, part + part // 4, 4 * part)
+    part = jnp.minimum(part, 2**30 - 1)
+    each = (part // 2, part - part // 4, part, part + part // 4, 2 * part)
     return jnp.stack([jnp.maximum(rank, i) for i, rank in enumerate(each, 1)], axis=-1)
 
 
 class _Curves(NamedTuple):
     """Each worker's count of elements above a threshold, interpolated from what the worker sent.
 
-    Between corners it grows at a constant rate. Above the first corner it falls to 0 within an
-    octave, in a straight line. Below the last corner it is constant.
+    The count is linear between corners. Above the first corner it falls to 0 within an octave.
+    Below the last corner it is constant.
 
     Attributes:
       corners: descending thresholds, as the bits of a float32; each has shape ``(P,)``.
@@ -143,29 +138,22 @@ class _Curves(NamedTuple):
         first = self.corners[0]
         counts = _share(self.ranks[0], first + OCTAVE - threshold, jnp.full_like(first, OCTAVE))
         for i, (upper, lower) in enumerate(itertools.pairwise(self.corners)):
-            rise = self.ranks[i + 1] - self.ranks[i]
-            counts += _share(rise, upper - threshold, upper - lower, RANKS[i + 1] / RANKS[i])
+            counts += _share(self.ranks[i + 1] - self.ranks[i], upper - threshold, upper - lower)
         return counts
 
     def unknown(self, threshold: jax.Array) -> jax.Array:
         """About how many elements each worker's curve may leave out: shape ``(P,)``."""
         below = jnp.where(threshold < self.corners[-1], self.ranks[-1], 0)
-        above = jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
-        # The last two corners are far from each other.
-        between = jnp.maximum(self.counts(threshold) - self.ranks[-2], 0) // 4
-        return below + above + between
+        return below + jnp.where(threshold > self.corners[0], self.ranks[0] // 2, 0)
 
 
-def _share(amount: jax.Array, part: jax.Array, whole: jax.Array, growth: float = 1) -> jax.Array:
-    """``amount * (growth**q - 1) / (growth - 1)``, where q is ``part / whole``, clipped to [0, 1].
+def _share(amount: jax.Array, part: jax.Array, whole: jax.Array) -> jax.Array:
+    """``amount * part / whole``, with ``part`` clipped to [0, whole].
 
-    With a growth of 1 it is ``amount * q``. The quotient has steps of 1/256. The power is
-    approximated by a parabola, which is right at 0, 1/2 and 1.
+    The quotient ``part / whole`` has steps of 1/256.
     """
     fine = jnp.where(whole >= 2**22, 9, 0)
-    quotient = (jnp.clip(part, 0, whole) >> fine) * 256 // jnp.maximum(whole >> fine, 1)
-    bend = round(256 * (2 - 4 / (math.sqrt(growth) + 1)))
-    return amount * (quotient * (256 - bend + (bend * quotient >> 8)) >> 8) >> 8
+    return amount * ((jnp.clip(part, 0, whole) >> fine) * 256 // jnp.maximum(whole >> fine, 1)) >> 8
 
 
 def _search(comm: Comm, values: jax.Array, k: int) -> jax.Array:

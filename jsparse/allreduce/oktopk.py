@@ -183,7 +183,7 @@ class OkTopk(AllReduce):
         if k < x.n:
             due = step % self.tau_threshold == 0
             if self.correct:
-                expected = jnp.maximum(state.part[0], share // 2)
+                expected = jnp.maximum(state.part[0], share // 4)
                 threshold, parts, cut = global_threshold(comm, candidates, k, expected, due, cut)
             else:
                 threshold, parts, cut = reused_threshold(comm, candidates, k, state.threshold[0], due, cut)
