@@ -22,6 +22,12 @@ from jsparse.bench.images import load_images
 DATA = os.environ.get("JSPARSE_DATA")
 
 
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """JAX has been used, so that no option changes how many virtual devices there are."""
+    assert len(jax.devices()) == 8
+
+
 @pytest.mark.full
 def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
     """A short run makes the table, the plot and the figures."""
@@ -128,7 +134,6 @@ def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
     ],
 )
 def test_wrong_options_of_the_demo(arguments, message: str, capsys):
-    assert jax.devices()  # JAX has been used, so that no option makes 1000 virtual devices.
     with pytest.raises(SystemExit):
         train.main(arguments)
     assert message in capsys.readouterr().err
@@ -294,15 +299,16 @@ def test_mnist_ends_within_a_point_of_dense(density: str, tmp_path):
 
 @pytest.mark.slow
 def test_half_the_bytes_train_as_well(tmp_path):
-    """Ok-Topk in bfloat16 sends at most half of the paper's bound in every step; three seeds."""
+    """Ok-Topk in bfloat16 sends at most half the bytes, and trains as well; three seeds."""
     accuracy: dict[str, list[float]] = {"oktopk": [], "oktopk-bf16": []}
+    sent = dict.fromkeys(accuracy, 0.0)
     for seed in range(3):
         arguments = ["--algorithm", "oktopk", "--algorithm", "oktopk-bf16", "--seed", str(seed)]
         train.main([*arguments, "--plot", str(tmp_path / "x.png"), "--json", str(tmp_path / "runs.json")])
         for run in json.loads((tmp_path / "runs.json").read_text()):
             accuracy[run["algorithm"]].append(run["accuracy"][-1])
-            if run["algorithm"] == "oktopk-bf16":
-                assert max(run["bytes"]) <= 4 * 3 * run["k"] * 7 / 8
+            sent[run["algorithm"]] += sum(run["bytes"])
+    assert sent["oktopk-bf16"] <= sent["oktopk"] / 2
     assert np.mean(accuracy["oktopk-bf16"]) >= np.mean(accuracy["oktopk"]) - 0.01
 
 
@@ -426,7 +432,6 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
     ],
 )
 def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
-    assert jax.devices()  # JAX has been used, so that no option makes 1000 virtual devices.
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert message in capsys.readouterr().err
