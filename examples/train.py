@@ -289,8 +289,8 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", max(args.workers, 1))
     try:
+        processes.join(args)  # Before JAX computes anything.
         task = make_task(args.model, args.data, args.data_dir, args.seed)
-        processes.join(args)
         for name in args.algorithm:  # Wrong options raise here, before anything is trained.
             ALGORITHMS[name](args.density)
         columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()

@@ -181,6 +181,16 @@ def test_the_largest_addends_have_finite_sums(dtype):
         assert np.isfinite(functools.reduce(lambda total, _: dtype(total + limit), range(size), dtype(0))), size
 
 
+@pytest.mark.parametrize("preset", [jsparse.gtopk, jsparse.oktopk])
+def test_one_run_is_divided_before_it_is_dense(preset):
+    """That divides k elements, and no vector as long as the gradient."""
+    grads, tx = jnp.ones((4, 4096)), preset(AXIS, density=0.01)
+    state = jax.vmap(tx.init, axis_name=AXIS)(grads)
+    program = str(jax.make_jaxpr(jax.vmap(tx.update, axis_name=AXIS))(grads, state))
+    assert "f32[4,4096] = scatter" in program
+    assert "f32[4,4096] = div" not in program
+
+
 @pytest.mark.full
 def test_ten_workers_with_huge_gradients():
     tx = jsparse.topk_allgather(AXIS, density=0.5)

@@ -81,10 +81,15 @@ class Means(NamedTuple):
         layout = bucket.layout
         if not isinstance(quotient.total, SparseVector):
             return layout.unravel(jnp.where(self.bad, jnp.nan, quotient.value()))
-        # Runs are divided after they are added up, so that the mean is rounded once.
+        # One run is divided before it becomes dense, several after they are added: both round
+        # once.
+        one_run = quotient.total.values.ndim == 1
+        total = quotient.value() if one_run else quotient.total
         fill = jnp.where(self.bad, jnp.nan, 0)
-        parts = layout.add_sparse([jnp.full(shape, fill, layout.dtype) for shape in layout.shapes], quotient.total)
-        return [(part / quotient.divisor).astype(dtype) for part, dtype in zip(parts, layout.dtypes, strict=True)]
+        parts = layout.add_sparse([jnp.full(shape, fill, layout.dtype) for shape in layout.shapes], total)
+        if not one_run:
+            parts = [part / quotient.divisor for part in parts]
+        return [part.astype(dtype) for part, dtype in zip(parts, layout.dtypes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
