@@ -428,6 +428,7 @@ ROWS = [
         sizes=(3,),
     ),
     Row("topk_allgather-dgc", topk_allgather_selecting(select.DgcThreshold), sizes=(3,)),
+    Row("topk_allgather-nonzero", topk_allgather_selecting(select.NonZero), sizes=(3,)),
     Row("topk_allgather-bucketed", topk_allgather_selecting(lambda d: select.BucketedTopK(d, 64)), sizes=(3,)),
     Row("topk_allgather-chunked", topk_allgather_selecting(select.ChunkedTopK), sizes=(3,)),
     Row("topk_allgather-random_k", topk_allgather_selecting(select.RandomK), sizes=(3,), waits=4),

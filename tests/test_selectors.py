@@ -20,6 +20,7 @@ from jsparse.select import (
     FixedThreshold,
     GaussianThreshold,
     MSTopK,
+    NonZero,
     RandomK,
     ReusedThreshold,
     SampledThreshold,
@@ -41,6 +42,7 @@ SELECTORS = [
     ReusedThreshold(DENSITY, correct=False),
     FixedThreshold(2.0, DENSITY),
     FixedThreshold(0.0, DENSITY),
+    NonZero(DENSITY),
     DgcThreshold(DENSITY),
 ]
 # Selectors that do not select by a threshold alone.

@@ -1,14 +1,21 @@
 """Synchronisation without a dense update, and the memory it takes."""
 
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jsparse
 import scenarios
 import transports
+from algorithms import ROWS, Row, case
 from tiers import quick
 from transports import AXIS, N
 
@@ -142,10 +149,119 @@ def test_apply_sparse_crosses_chunks_and_leaves():
     np.testing.assert_array_equal(np.concatenate(jax.jit(jsparse.apply_sparse)(params, update)), expected)
 
 
-def test_sync_refuses_what_is_not_one_sparse_vector():
+@pytest.mark.parametrize(
+    "tx", [jsparse.dense(AXIS), jsparse.dsar_split_allgather(AXIS, density=0.1)], ids=["dense", "dsar"]
+)
+def test_a_dense_mean_is_an_array(tx: jsparse.SparseAllReduce):
+    """It is that of ``tx.update``, and is applied like a sparse one."""
+    state = jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS)(np.arange(SIZE))
+    gradient = np.random.default_rng(0).standard_normal((SIZE, N)).astype(np.float32)
+    mean, after = jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS)(transports.tree(gradient), state)
+    updates, _ = jax.vmap(tx.update, axis_name=AXIS)(transports.tree(gradient), state)
+    np.testing.assert_array_equal(mean, transports.flat(updates, SIZE))
+    params = jax.tree.map(jnp.ones_like, transports.zeros())
+    moved = transports.flat(jax.tree.map(lambda x: x[None], jsparse.apply_sparse(params, mean[0], -0.5)), 1)
+    np.testing.assert_array_equal(moved[0], 1 - 0.5 * np.asarray(mean[0]))
+    gradient[1, 7] = np.nan
+    mean, _ = jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS)(transports.tree(gradient), after)
+    assert np.isnan(mean).any(axis=1).all()
+
+
+def test_sync_refuses_several_vectors():
     mesh = transports.mesh(SIZE)
     grads = transports.tree(np.ones((SIZE, N), np.float32))
-    for tx in (jsparse.dense(AXIS), jsparse.oktopk(AXIS, density=0.1, scope="leaf")):
-        state = jsparse.init(tx, transports.zeros(), mesh, AXIS)
-        with pytest.raises(ValueError, match=r"tx\.update"):
-            synchroniser(tx)(grads, state)
+    tx = jsparse.oktopk(AXIS, density=0.1, scope="leaf")
+    with pytest.raises(ValueError, match=r"tx\.update"):
+        synchroniser(tx)(grads, jsparse.init(tx, transports.zeros(), mesh, AXIS))
+
+
+# The quick ones: one of each memory, and one whose replicas differ.
+SPARSE_LEAVES = ("a2sgd", "dgc", "oktopk", "topk_allgather-nonzero")
+
+
+@pytest.mark.parametrize("row, size", [case(row, row.usual_size, full=row.name not in SPARSE_LEAVES) for row in ROWS])
+def test_a_leaf_may_be_a_sparse_vector(row: Row, size: int):
+    """The update and the state are those of an array in its place."""
+    rng, n = np.random.default_rng(0), transports.SHAPES["v"][0]
+    state, update = transports.workers(row, size)
+    states = [state, state]
+    for _ in range(3):
+        gradient = row.scale * rng.integers(-9, 10, (size, N)).astype(np.float32)
+        array = transports.tree(gradient)
+        array["v"] *= rng.random((size, n)) < 0.03
+        sparse = array | {"v": sparse_rows(array["v"], n // 10)}
+        outcomes = [update(grads, state) for grads, state in zip((array, sparse), states, strict=True)]
+        states = [state for _, state in outcomes]
+        compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+        jax.tree.map(compare if row.mixes else np.testing.assert_array_equal, *outcomes)
+
+
+def sparse_rows(rows: np.ndarray, capacity: int) -> jsparse.SparseVector:
+    """The rows as sparse vectors, each with unused places."""
+    n = rows.shape[1]
+    indices = np.array([np.pad(i, (0, capacity - i.size), constant_values=n) for i in map(np.flatnonzero, rows)])
+    values = np.take_along_axis(np.pad(rows, ((0, 0), (0, 1))), indices, axis=1)
+    return jsparse.SparseVector(jnp.asarray(values), jnp.asarray(indices, jnp.int32), n)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        jsparse.topk_allgather,
+        jsparse.ssar_recursive_doubling,
+        jsparse.ssar_split_allgather,
+        jsparse.oktopk,
+        functools.partial(jsparse.oktopk, split="rotate"),
+        jsparse.gtopk,
+    ],
+    ids=lambda preset: getattr(preset, "__name__", "oktopk-rotate"),
+)
+def test_a_sparse_gradient_goes_straight_to_the_all_reduce(preset):
+    """All that fits is sent, and the program has no array of length n."""
+    n, capacity = 1_000_000, 40
+    tx = preset(AXIS, select=jsparse.select.NonZero(capacity / n), error_feedback=False)
+    rng = np.random.default_rng(0)
+    rows = np.zeros((SIZE, n), np.float32)
+    for row in rows:
+        row[np.unique(np.r_[:20, rng.integers(0, n, 18)])] = rng.integers(1, 9)
+    x = sparse_rows(rows, capacity)
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(n)), axis_name=AXIS)(np.arange(SIZE))
+    run = jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS)
+    # Bitmaps have n / 32 words.
+    assert max(map(math.prod, shapes(jax.make_jaxpr(run)(x, state).jaxpr))) <= SIZE * SIZE * (n // 32 + 1)
+    mean, after = run(x, state)
+    stats = jsparse.stats(after)
+    np.testing.assert_array_equal(stats.selected[:, 0], np.count_nonzero(rows, axis=1))
+    if preset in (jsparse.topk_allgather, jsparse.ssar_recursive_doubling, jsparse.ssar_split_allgather):
+        np.testing.assert_array_equal(jax.vmap(lambda x: x.to_dense())(mean), np.tile(rows.mean(0), (SIZE, 1)))
+    bad = jsparse.SparseVector(x.values.at[1, 0].set(np.nan), x.indices, n)
+    mean, again = run(bad, after)
+    assert np.isnan(mean.values).any(axis=tuple(range(1, mean.values.ndim))).all()
+    assert int(again.step[0, 0]) == int(after.step[0, 0]) == 1
+
+
+def shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """Those of all results in a program, of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars)
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from shapes(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_exceeds_the_capacity_waits_or_is_lost(kept: bool):
+    """With error feedback the rest of a sparse gradient comes in the next steps."""
+    n, capacity = 5000, 7
+    tx = jsparse.topk_allgather(AXIS, select=jsparse.select.NonZero(capacity / n), error_feedback=kept)
+    rows = np.zeros((2, n), np.float32)
+    rows[0, 10:30], rows[1, 20:40] = 2, 4
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(n)), axis_name=AXIS)(np.arange(2))
+    run = jax.jit(jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS))
+    total = np.zeros(n)
+    for gradient in (rows, 0 * rows, 0 * rows):
+        mean, state = run(sparse_rows(gradient, 25), state)
+        total += np.asarray(jax.vmap(lambda x: x.to_dense())(mean))[0]
+    if kept:
+        np.testing.assert_array_equal(total, rows.mean(0))
+    else:
+        assert total.sum() == (2 + 4) / 2 * capacity

@@ -5,6 +5,7 @@ or record, what is wrong, and the page from which the file comes. ``jsparse.benc
 MNIST and CIFAR-10.
 """
 
+from . import sparse
 from .an4 import Utterances, read_an4
 from .atis import Atis, Sentences, read_atis
 from .libsvm import Rows, read_libsvm
@@ -22,5 +23,6 @@ __all__ = [
     "read_libsvm",
     "read_ptb",
     "read_wikitext2",
+    "sparse",
     "windows",
 ]

@@ -15,6 +15,7 @@ from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.arguments import check_fields
 from .._vector.layout import Layout
+from .._vector.sparse_vector import flatten, to_dense
 from .agreement import check, varying_over
 from .outcome import begin
 from .state import SparseAllReduceState
@@ -50,7 +51,8 @@ class TwoMeans(Synchroniser):
         """Algorithm 1, lines 3 to 7."""
         comm = Metered(*self.levels)
         check(self, grads, state)
-        leaves, treedef = jax.tree.flatten(grads)
+        leaves, treedef = flatten(grads)
+        leaves = list(map(to_dense, leaves))
         layout, bad = Layout.of(leaves), jnp.array(False)
         # Leaves that share two means. Leaves without elements have none.
         ids = [i for i, leaf in enumerate(leaves) if leaf.size]

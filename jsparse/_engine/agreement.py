@@ -11,12 +11,13 @@ from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
+from .._vector.sparse_vector import Leaf, SparseVector
 from .state import SparseAllReduceState
 
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
-def agree(levels: Sequence[Metered], step: jax.Array, leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def agree(levels: Sequence[Metered], step: jax.Array, leaves: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
     """One exchange opens the step: the step's number, and whether any gradient is not finite."""
     opening = pmax_over(levels, jnp.stack([not_finite(leaves).astype(jnp.int32), step]))
     return opening[1], opening[0] > 0
@@ -29,9 +30,10 @@ def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:
     return x
 
 
-def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+def not_finite(leaves: Sequence[Leaf]) -> jax.Array:
     """Whether any element is infinite or NaN: bool scalar."""
-    wrong = [bitmap.count_mask(~jnp.isfinite(leaf.reshape(-1))) for leaf in leaves if leaf.size]
+    parts = [leaf.values if isinstance(leaf, SparseVector) else leaf for leaf in leaves]
+    wrong = [bitmap.count_mask(~jnp.isfinite(part.reshape(-1))) for part in parts if part.size]
     return jnp.max(jnp.stack(wrong)) > 0 if wrong else jnp.array(False)
 
 
@@ -40,9 +42,14 @@ def varying_over(levels: Sequence[Comm], tree: Any) -> Any:
     return functools.reduce(lambda tree, comm: comm.varying(tree), levels, tree)
 
 
+def _named_leaves(tree: Any) -> list[tuple[Any, Any]]:
+    """The leaves with their paths. A :class:`SparseVector` is one leaf."""
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, SparseVector))
+
+
 def check_floats(tree: Any) -> None:
     """Refuses leaves that are no floats."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in _named_leaves(tree):
         if leaf.dtype not in FLOATS:
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "
@@ -52,8 +59,9 @@ def check_floats(tree: Any) -> None:
 
 def check_local(levels: Sequence[Comm], grads: Any) -> None:
     """Refuses gradients whose types tell that they are already summed over the workers."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if not all(comm.may_differ(leaf) for comm in levels):
+    for path, leaf in _named_leaves(grads):
+        values = leaf.values if isinstance(leaf, SparseVector) else leaf
+        if not all(comm.may_differ(values) for comm in levels):
             raise ValueError(
                 f"gradient leaf {jax.tree_util.keystr(path)} is the same on all workers: under "
                 "jax.shard_map(check_vma=True) the gradient with respect to replicated parameters is already summed. "

@@ -20,7 +20,7 @@ from kernels_pallas import varying_as
 from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector, to_dense
 from .mean import Quotient
 from .reducer import Reduced
 
@@ -59,7 +59,7 @@ class Memory:
         """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
         return math.inf
 
-    def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
+    def prepare(self, leaves: Sequence[Leaf], size: int) -> Sequence[Leaf]:
         """What is made of a worker's gradients before they become vectors, such as clipping.
 
         Args:
@@ -69,7 +69,7 @@ class Memory:
         return leaves
 
     def accumulate(
-        self, state: Any, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+        self, state: Any, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
     ) -> tuple[Pending, Any]:
         """The vector to send, and the state.
 
@@ -181,7 +181,7 @@ class ErrorFeedback(Memory):
         return largest_addend(dtype, size)
 
     def accumulate(
-        self, state: Residual, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+        self, state: Residual, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
     ) -> tuple[Pending, Any]:
         return Pending(state.residual, parts, keep, layout, self.limit(layout.dtype, size)), None
 
@@ -189,7 +189,7 @@ class ErrorFeedback(Memory):
         self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Residual, Quotient]:
         subtracted = Quotient(done.total, size).value() if self.subtract == "mean" else done.delivered
-        residual = _subtract(done.acc, subtracted)
+        residual = _subtract(to_dense(done.acc), subtracted)
         if self.decay < 1:
             residual = residual * jnp.where(keep, self.decay, 1).astype(residual.dtype)
         return Residual(residual), mean

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector, to_dense
 from .mean import Quotient
 from .memory import ErrorFeedback, Memory, largest_addend
 from .reducer import Reduced
@@ -79,11 +79,12 @@ class MomentumCorrection(Memory):
     def limit(self, dtype: DTypeLike, size: int) -> float:
         return self.feedback.limit(dtype, size)
 
-    def prepare(self, leaves: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
-        return leaves if self.clip_norm is None else _clip(leaves, self.clip_norm / size**0.5)
+    def prepare(self, leaves: Sequence[Leaf], size: int) -> Sequence[Leaf]:
+        arrays = list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
+        return arrays if self.clip_norm is None else _clip(arrays, self.clip_norm / size**0.5)
 
     def accumulate(
-        self, state: Velocity, layout: Layout, parts: Sequence[jax.Array], keep: jax.Array, size: int
+        self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
     ) -> tuple[Pending, Velocity]:
         limit = largest_addend(state.velocity.dtype, size)
 

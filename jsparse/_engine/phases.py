@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.density import check_steps
+from .._vector.sparse_vector import flatten
 from .agreement import agree, check, varying_over
 from .memory import NoMemory
 from .outcome import conclude
@@ -58,7 +59,7 @@ class Phased(Synchroniser):
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         everyone = [Metered(comm) for comm in (*self.levels, *self.shared.space.agree_over)]
         check(self, grads, state)
-        leaves, treedef = jax.tree.flatten(grads)
+        leaves, treedef = flatten(grads)
         buckets = self.shared.space.buckets(leaves)
         given = self.shared.memory.prepare(leaves, self.shared.workers)
         step, bad = agree(everyone, state.step[0], given)

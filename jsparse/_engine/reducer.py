@@ -11,7 +11,7 @@ from kernels_pallas import bitmap
 from .._comm.comm import Comm
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector, to_dense
 from ..allreduce import AllReduce
 from ..select import Selector
 from ..wire import Full, Wire
@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
     """What a reducer makes of a vector.
 
     Attributes:
-      acc: the vector, shape ``(n,)``.
+      acc: the vector, shape ``(n,)``, or a run where nothing was kept.
       sent: what of it was sent.
       delivered: this worker's share of the sum.
       total: the sum, the same bits on every worker.
@@ -47,7 +47,7 @@ class Reduced(NamedTuple):
       state: for the next step.
     """
 
-    acc: jax.Array
+    acc: Leaf
     sent: SparseVector | jax.Array
     delivered: SparseVector | jax.Array
     total: SparseVector | jax.Array
@@ -138,7 +138,7 @@ class Selecting(Reducer):
         acc, x, selected = self.select.accumulate_and_select(pending, state.select, step, comm.rank())
         left = selected.selected[0] - x.count
         x = x.where(keep)
-        held = {"held": acc} if self.allreduce.takes_held else {}
+        held = {"held": to_dense(acc)} if self.allreduce.takes_held else {}
         total, delivered, reduced = self.allreduce(comm, x, state.reduce, step=step, wire=self.wire.at(step), **held)
         told = self.allreduce.report(reduced)
         counts = Counts(

@@ -16,7 +16,7 @@ from .._vector.arguments import check_fields
 from .._vector.buckets import Bucket, Scope, divide
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector
 from ..wire import Full
 
 
@@ -46,8 +46,8 @@ class Space:
         return bucket.layout
 
     def enter(
-        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
-    ) -> Sequence[jax.Array]:
+        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[Leaf], keep: jax.Array, limit: float
+    ) -> Sequence[Leaf]:
         """The vector of a bucket, as parts that lie end to end. It may communicate.
 
         Args:
@@ -120,8 +120,8 @@ class Shards(Flat):
         return Layout(((width,),), (bucket.layout.dtype,), (0, width))
 
     def enter(
-        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[jax.Array], keep: jax.Array, limit: float
-    ) -> Sequence[jax.Array]:
+        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[Leaf], keep: jax.Array, limit: float
+    ) -> Sequence[Leaf]:
         """This worker's shard of the sum of the node's vectors (lines 2-4)."""
         (intra,) = comms
         whole = Pending(None, leaves, keep, bucket.layout).add_up()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._comm.comm import Comm, axes_of
 from .._comm.metered import Metered
 from .._vector.buckets import Bucket
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector, flatten
 from ..allreduce import Dense
 from .agreement import agree, check, not_finite, pmax_over
 from .mean import Mean, Quotient, over_workers
@@ -53,7 +53,7 @@ class Synchroniser:
         Raises:
           ValueError: this synchroniser has no such vectors.
         """
-        raise ValueError("sync returns the mean as one sparse vector, and this transformation has none: use tx.update")
+        raise ValueError("sync returns the mean of one vector, and this transformation has none: use tx.update")
 
 
 class Means(NamedTuple):
@@ -69,7 +69,7 @@ class Means(NamedTuple):
     quotients: list[Quotient]
     bad: jax.Array
 
-    def leaves(self, like: Sequence[jax.Array]) -> list[jax.Array]:
+    def leaves(self, like: Sequence[Leaf]) -> list[jax.Array]:
         """The means in the shapes and types of these leaves; NaN after a non-finite gradient."""
         means = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in like]
         for bucket, quotient in zip(self.buckets, self.quotients, strict=True):
@@ -153,7 +153,7 @@ class Composition(Synchroniser):
         return self.reducer.sparse and not bucket.dense
 
     def init(self, params: Any) -> SparseAllReduceState:
-        buckets = self.space.buckets(jax.tree.leaves(params))
+        buckets = self.space.buckets(flatten(params)[0])
         states = []
         for bucket in buckets:
             reducer, memory = self.parts(bucket)
@@ -164,15 +164,16 @@ class Composition(Synchroniser):
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
-        leaves, treedef = jax.tree.flatten(grads)
+        leaves, treedef = flatten(grads)
         return jax.tree.unflatten(treedef, means.leaves(leaves)), state
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]
         everyone = [*levels, *map(Metered, self.space.agree_over)]
         check(self, grads, state)
-        buckets = self.space.buckets(jax.tree.leaves(grads))
-        leaves = self.memory.prepare(jax.tree.leaves(grads), self.workers)
+        leaves, _ = flatten(grads)
+        buckets = self.space.buckets(leaves)
+        leaves = self.memory.prepare(leaves, self.workers)
 
         step, bad = state.step[0], jnp.array(False)
         stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
@@ -199,7 +200,7 @@ class Composition(Synchroniser):
         self,
         levels: Sequence[Metered],
         buckets: list[Bucket],
-        leaves: Sequence[jax.Array],
+        leaves: Sequence[Leaf],
         states: Sequence[BucketState],
         left_out: Sequence[jax.Array],
         step: jax.Array,

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._vector.layout import Layout
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector
 from .agreement import check_floats
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
@@ -49,28 +49,33 @@ def _update(
     return synchroniser.update(updates, state)
 
 
-def sync(
-    tx: SparseAllReduce, grads: optax.Updates, state: SparseAllReduceState
-) -> tuple[SparseVector, SparseAllReduceState]:
-    """Averages gradients as ``tx.update`` does, and leaves the mean sparse.
+def sync(tx: SparseAllReduce, grads: optax.Updates, state: SparseAllReduceState) -> tuple[Leaf, SparseAllReduceState]:
+    """Averages gradients as ``tx.update`` does, and leaves a sparse mean sparse.
 
-    It forms no array of length n.
+    Then it forms no array of length n.
 
     For plain SGD, whose update of a zero is zero: apply the result with :func:`apply_sparse`.
 
+    A gradient that is sparse by itself may be given as a :class:`SparseVector` in place of a leaf
+    of shape ``(n,)``. With ``select=NonZero(capacity / n)`` and ``error_feedback=False`` it goes
+    straight to the all-reduce. Where the capacity is too small for it, keep ``error_feedback``:
+    the rest is added to the residual in place, and goes later.
+
     Args:
-      tx: a sparse preset, or :func:`sparse_allreduce`, with ``scope="global"`` and
-        ``dense_below=0``; not a chain.
-      grads: this worker's gradients.
+      tx: a preset, or :func:`sparse_allreduce`, that sums all leaves as one vector; not a chain.
+      grads: this worker's gradients. A leaf may be a :class:`SparseVector`, best of one run; the
+        state is that of an array in its place.
       state: from ``tx.init`` or from the step before; donate it, and its residual is updated in
         place.
 
     Returns:
-      The mean, in the order of ``jax.tree.leaves(grads)``, each raveled; and the new state. After
-      a non-finite gradient the mean holds a NaN.
+      The mean, in the order of ``jax.tree.leaves(grads)``, each raveled; and the new state. The
+      mean is a :class:`SparseVector`. It is an array of shape ``(n,)`` if the all-reduce is dense,
+      or if its sum might fill in, as with few elements in all. After a non-finite gradient the
+      mean holds a NaN.
 
     Raises:
-      ValueError: ``tx`` makes a dense sum, or more than one vector, or is no preset.
+      ValueError: ``tx`` sums more than one vector, or is no preset.
     """
     if not isinstance(tx, SparseAllReduce):
         raise ValueError(
@@ -78,12 +83,14 @@ def sync(
             "chain would hold (a learning rate, say) through the scale of jsparse.apply_sparse"
         )
     means, state = tx.synchroniser.reduce(grads, state)
-    if len(means.quotients) != 1 or not isinstance(means.quotients[0].total, SparseVector):
+    if len(means.quotients) != 1:
         raise ValueError(
-            "this transform's sum is not one sparse vector; sync needs a sparse all-reduce with "
-            'scope="global" and dense_below=0: use tx.update for others'
+            f'this transform sums {len(means.quotients)} vectors, and sync returns one: take scope="global", '
+            "dense_below=0 and no bucket_bytes, or use tx.update"
         )
-    mean: SparseVector = means.quotients[0].value()
+    mean = means.quotients[0].value()
+    if not isinstance(mean, SparseVector):
+        return jnp.where(means.bad, jnp.nan, mean), state
     values = jnp.where(means.bad, jnp.nan, mean.values)
     # A mean without elements has no place for a NaN: index 0 becomes one.
     first = (0,) * mean.indices.ndim
@@ -91,15 +98,16 @@ def sync(
     return SparseVector(values, indices, mean.n), state
 
 
-def apply_sparse(params: optax.Params, update: SparseVector, scale: ArrayLike = 1.0) -> optax.Params:
+def apply_sparse(params: optax.Params, update: Leaf, scale: ArrayLike = 1.0) -> optax.Params:
     """Adds ``scale * update`` to parameters.
 
-    If they are donated, it changes only the elements that the update holds.
+    If they are donated, it changes only the elements that a sparse update holds.
 
     Args:
       params: arrays of ``update.n`` elements together, in the order in which :func:`sync` saw
         their gradients.
-      update: a sparse vector, alike on all workers.
+      update: from :func:`sync`: a sparse vector or an array of shape ``(n,)``, alike on all
+        workers.
       scale: a scalar, such as minus the learning rate.
 
     Returns:
@@ -114,8 +122,13 @@ def apply_sparse(params: optax.Params, update: SparseVector, scale: ArrayLike = 
     """
     leaves, treedef = jax.tree.flatten(params)
     layout = Layout.of(leaves)
-    if layout.n != update.n:
-        raise ValueError(f"the parameters have {layout.n} elements, the update is for {update.n}: pass the same pytree")
+    if layout.n != update.size:
+        raise ValueError(
+            f"the parameters have {layout.n} elements, the update is for {update.size}: pass the same pytree"
+        )
+    if not isinstance(update, SparseVector):
+        parts = layout.unravel(jnp.asarray(scale) * update)
+        return jax.tree.unflatten(treedef, [leaf + part for leaf, part in zip(leaves, parts, strict=True)])
     if any(jnp.finfo(dtype).bits < jnp.finfo(update.values.dtype).bits for dtype in layout.dtypes):
         # Several runs, added one by one to narrow leaves, would be rounded as often.
         update = update.merge()

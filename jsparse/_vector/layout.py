@@ -11,7 +11,7 @@ from jax import lax
 
 from kernels_pallas import varying_as
 
-from .sparse_vector import SparseVector
+from .sparse_vector import Leaf, SparseVector, to_dense
 
 # How many elements of a sparse vector are added to a leaf at a time.
 CHUNK = 1024
@@ -48,9 +48,25 @@ class Layout:
         """The type of the flat vector: the widest of the leaves' types, at least float32."""
         return jnp.result_type(jnp.float32, *self.dtypes)
 
-    def ravel(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def ravel(self, leaves: Sequence[Leaf]) -> jax.Array:
         """The leaves as one new vector."""
-        return jnp.concatenate([leaf.reshape(-1).astype(self.dtype) for leaf in leaves])
+        return jnp.concatenate([to_dense(leaf).reshape(-1).astype(self.dtype) for leaf in leaves])
+
+    def run(self, leaves: Sequence[Leaf]) -> SparseVector:
+        """The leaves as one run, which has a place for each place of a sparse leaf, and for each
+        element of the others.
+        """
+        runs = []
+        for leaf, offset in zip(leaves, self.offsets, strict=False):
+            if isinstance(leaf, SparseVector):
+                part = leaf.merge()
+                runs.append((part.values, jnp.where(part.indices < part.n, offset + part.indices, self.n)))
+            else:
+                runs.append((leaf.reshape(-1), offset + lax.iota(jnp.int32, leaf.size)))
+        values = jnp.concatenate([values.astype(self.dtype) for values, _ in runs])
+        x = SparseVector(values, jnp.concatenate([indices for _, indices in runs]), self.n)
+        # Unused places of a leaf that is not the last stand between the others.
+        return x if len(runs) == 1 else x.join(min(values.size, self.n))
 
     def unravel(self, vector: jax.Array) -> list[jax.Array]:
         """The leaves that a flat vector holds, in their own types."""
@@ -60,7 +76,7 @@ class Layout:
             for (begin, end), shape, dtype in zip(windows, self.shapes, self.dtypes, strict=True)
         ]
 
-    def add_leaves(self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float) -> jax.Array:
+    def add_leaves(self, vector: jax.Array, leaves: Sequence[Leaf], keep: jax.Array, limit: float) -> jax.Array:
         """Adds each leaf to its window of the vector where ``keep`` is true.
 
         This is in place if the vector may be overwritten. The result is clipped to magnitudes of
@@ -70,12 +86,18 @@ class Layout:
         # if that index is not a constant. With constant indices it goes over the whole vector for
         # every leaf, which takes a thousand times as long for all leaves.
         zero = jnp.minimum(keep.astype(jnp.int32), 0)
-        parts = [leaf.reshape(-1) for leaf in leaves]
-        if len(parts) == 1:
+        parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in leaves]
+        if len(parts) == 1 and not isinstance(parts[0], SparseVector):
             # A window over the whole vector would be the sum itself. XLA would compute it again
             # wherever it is read, and keep a copy of the old vector for that.
             parts = jnp.split(parts[0], [parts[0].size // 2])
         for part, begin in zip(parts, itertools.accumulate((part.size for part in parts), initial=0), strict=False):
+            if isinstance(part, SparseVector):
+                x = part.merge().where(keep)
+                places = jnp.where(x.indices < x.n, begin + x.indices, self.n)
+                sums = vector.at[places].get(mode="fill", fill_value=0) + x.values.astype(self.dtype)
+                vector = vector.at[places].set(jnp.clip(sums, -limit, limit), mode="drop")
+                continue
             window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))
             window += jnp.where(keep, part.astype(self.dtype), 0)
             window = jnp.clip(window, -limit, limit)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .layout import Layout
+from .sparse_vector import Leaf, SparseVector
 
 
 @jax.tree_util.register_dataclass
@@ -19,14 +20,14 @@ class Pending:
 
     Attributes:
       vector: shape ``(n,)``: what was kept; None stands for zeros.
-      parts: arrays of n elements in all; empty adds nothing.
+      parts: arrays or sparse vectors of n elements in all; empty adds nothing.
       keep: bool scalar: whether the parts count. Where not, they are left out, whatever they hold.
       layout: where each part stands in the vector.
       limit: magnitudes of the sum are clipped to this; infinity does not clip.
     """
 
     vector: jax.Array | None
-    parts: Sequence[jax.Array]
+    parts: Sequence[Leaf]
     keep: jax.Array
     layout: Layout = dataclasses.field(metadata={"static": True})
     limit: float = dataclasses.field(default=math.inf, metadata={"static": True})
@@ -36,3 +37,9 @@ class Pending:
         if self.vector is None:
             return jnp.where(self.keep, self.layout.ravel(self.parts), 0)
         return self.layout.add_leaves(self.vector, self.parts, self.keep, self.limit)
+
+    def run(self) -> SparseVector | None:
+        """The sum as one run, where nothing was kept and a part is sparse; else None."""
+        if self.vector is not None or not any(isinstance(part, SparseVector) for part in self.parts):
+            return None
+        return self.layout.run(self.parts).where(self.keep)

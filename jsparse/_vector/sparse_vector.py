@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,21 @@ class SparseVector:
     values: jax.Array
     indices: jax.Array
     n: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int]:
+        """That of the dense vector, ``(n,)``."""
+        return (self.n,)
+
+    @property
+    def size(self) -> int:
+        """The vector's length, as of an array."""
+        return self.n
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the values."""
+        return self.values.dtype
 
     @property
     def capacity(self) -> int:
@@ -182,3 +198,17 @@ class SparseVector:
         x = jax.tree.map(lambda buffer: buffer[..., :capacity], self)
         wide = [(0, 0)] * (self.values.ndim - 1) + [(0, max(0, capacity - self.capacity))]
         return SparseVector(jnp.pad(x.values, wide), jnp.pad(x.indices, wide, constant_values=self.n), self.n)
+
+
+# A leaf of a gradient; a sparse one has one axis.
+Leaf: TypeAlias = SparseVector | jax.Array
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tree and its definition. A :class:`SparseVector` is one leaf."""
+    return jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, SparseVector))
+
+
+def to_dense(leaf: Leaf) -> jax.Array:
+    """A leaf as an array."""
+    return leaf.to_dense() if isinstance(leaf, SparseVector) else leaf

@@ -1,6 +1,5 @@
 """A worker of ``jsparse bench network``: synchronises in every form, and times and counts each."""
 
-import functools
 import itertools
 import os
 import sys
@@ -110,17 +109,8 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool) -> Callable[..., Any]:
       dense_update: make the mean dense in any case.
     """
 
-    def stays_sparse(grads, state) -> bool:
-        try:
-            # Only the shapes are traced: a real call would leave its messages in the program.
-            jax.eval_shape(functools.partial(sync, tx), grads, state)
-        except ValueError:  # The sum of this transformation is dense.
-            return False
-        return True
-
     def step(grads, state):
-        sparse = not dense_update and stays_sparse(grads, state)
-        mean, state = sync(tx, grads, state) if sparse else tx.update(grads, state)
+        mean, state = tx.update(grads, state) if dense_update else sync(tx, grads, state)
         return state, mean
 
     return step

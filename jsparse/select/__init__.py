@@ -7,6 +7,7 @@ from .dgc import DgcThreshold
 from .fixed import FixedThreshold
 from .gaussian import GaussianThreshold
 from .mstopk import MSTopK
+from .non_zero import NonZero
 from .random_k import RandomK
 from .reused import ReusedThreshold, ReusedThresholdState
 from .sampled import SampledThreshold
@@ -20,6 +21,7 @@ __all__ = [
     "FixedThreshold",
     "GaussianThreshold",
     "MSTopK",
+    "NonZero",
     "RandomK",
     "ReusedThreshold",
     "ReusedThresholdState",

@@ -12,7 +12,7 @@ from kernels_pallas import bitmap, select_above
 from .._vector.arguments import check_fields
 from .._vector.density import check_density
 from .._vector.pending import Pending
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector
 
 
 class Selector:
@@ -54,7 +54,7 @@ class Selector:
 
     def accumulate_and_select(
         self, pending: Pending, state: Any, step: jax.Array, rank: jax.Array
-    ) -> tuple[jax.Array, SparseVector, Any]:
+    ) -> tuple[Leaf, SparseVector, Any]:
         """Adds the vector up and selects from it.
 
         A selector that can do both in one pass overrides this.
@@ -64,7 +64,8 @@ class Selector:
           state, step, rank: as when called.
 
         Returns:
-          The vector, shape ``(n,)``; the selected elements; and the new state.
+          The vector, shape ``(n,)``, or a run if ``pending.run()`` has one; the selected elements;
+          and the new state.
         """
         acc = pending.add_up()
         return acc, *self(acc, state, step, rank)

@@ -12,7 +12,7 @@ from kernels_pallas import accumulate_and_select, bitmap, choose, count_above, s
 
 from .._vector.density import elements_kept
 from .._vector.pending import Pending
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector, to_dense
 from ._base import Selector, SelectorState
 
 
@@ -34,10 +34,10 @@ class AboveThreshold(Selector):
 
     def accumulate_and_select(
         self, pending: Pending, state: SelectorState, step: jax.Array, rank: jax.Array
-    ) -> tuple[jax.Array, SparseVector, SelectorState]:
+    ) -> tuple[Leaf, SparseVector, SelectorState]:
         """As in :class:`Selector`. The kernel is used if one part is added to one vector."""
         plain = super().accumulate_and_select
-        if pending.vector is None or len(pending.parts) != 1:
+        if pending.vector is None or len(pending.parts) != 1 or isinstance(pending.parts[0], SparseVector):
             return plain(pending, state, step, rank)
         forms = {"xla": plain, "triton": self._in_one_pass}
         return choose(None, forms, pending, state, step, rank)
@@ -47,7 +47,7 @@ class AboveThreshold(Selector):
     ) -> tuple[jax.Array, SparseVector, SelectorState]:
         residual, keep, limit = pending.vector, pending.keep, pending.limit
         assert residual is not None
-        grad, n = pending.parts[0].reshape(-1), residual.shape[0]
+        grad, n = to_dense(pending.parts[0]).reshape(-1), residual.shape[0]
         # XLA computes only the elements that ``threshold_of`` reads; this vector is never formed
         # as a whole.
         acc = jnp.clip(residual + jnp.where(keep, grad.astype(residual.dtype), 0), -limit, limit)
