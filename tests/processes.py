@@ -143,6 +143,12 @@ def kill_group(leader: int, number: int = signal.SIGKILL) -> None:
         os.killpg(leader, number)
 
 
+def mpirun() -> str | None:
+    """MPI's launcher: that of this environment, or of the machine."""
+    beside = pathlib.Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

