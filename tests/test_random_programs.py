@@ -592,8 +592,9 @@ def summed(program: Program, stage: Composition, bucket: Bucket, leaves: list[np
     feedback = memory.feedback if isinstance(memory, MomentumCorrection) else memory
     mixes = isinstance(reducer, LowRank)
     lossless = not mixes and all(part.lossless for part in quantizers_of(reducer))
-    # Without error feedback nothing is clipped, and a sum may overflow on its way.
-    magnitudes = np.abs(acc).sum(0)
+    # Without error feedback nothing is clipped, and a sum may overflow on its way, that of a node
+    # too.
+    magnitudes = np.maximum(np.abs(acc).sum(0), np.abs(flat).sum((0, 1)))
     magnitudes = np.where(magnitudes < float(jnp.finfo(dtype).max), magnitudes, np.nan)
     want = acc.sum(0)
     if isinstance(feedback, ErrorFeedback):
