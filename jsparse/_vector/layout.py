@@ -50,20 +50,19 @@ class Layout:
 
     def ravel(self, leaves: Sequence[Leaf]) -> jax.Array:
         """The leaves as one new vector."""
-        return jnp.concatenate([to_dense(leaf).reshape(-1).astype(self.dtype) for leaf in leaves])
+        return jnp.concatenate([to_dense(self._widened(leaf)).reshape(-1).astype(self.dtype) for leaf in leaves])
 
     def run(self, leaves: Sequence[Leaf]) -> SparseVector:
         """The leaves as one run, which has a place for each place of a sparse leaf, and for each
         element of the others.
         """
         runs = []
-        for leaf, offset in zip(leaves, self.offsets, strict=False):
-            if isinstance(leaf, SparseVector):
-                part = leaf.merge()
+        for part, offset in zip(map(self._widened, leaves), self.offsets, strict=False):
+            if isinstance(part, SparseVector):
                 runs.append((part.values, jnp.where(part.indices < part.n, offset + part.indices, self.n)))
             else:
-                runs.append((leaf.reshape(-1), offset + lax.iota(jnp.int32, leaf.size)))
-        values = jnp.concatenate([values.astype(self.dtype) for values, _ in runs])
+                runs.append((part.reshape(-1).astype(self.dtype), offset + lax.iota(jnp.int32, part.size)))
+        values = jnp.concatenate([values for values, _ in runs])
         x = SparseVector(values, jnp.concatenate([indices for _, indices in runs]), self.n)
         # Unused places of a leaf that is not the last stand between the others.
         return x if len(runs) == 1 else x.join(min(values.size, self.n))
@@ -76,6 +75,12 @@ class Layout:
             for (begin, end), shape, dtype in zip(windows, self.shapes, self.dtypes, strict=True)
         ]
 
+    def _widened(self, leaf: Leaf) -> Leaf:
+        """A sparse leaf as one run of the vector's type; others as they are."""
+        if not isinstance(leaf, SparseVector):
+            return leaf
+        return SparseVector(leaf.values.astype(self.dtype), leaf.indices, leaf.n).merge()
+
     def add_leaves(self, vector: jax.Array, leaves: Sequence[Leaf], keep: jax.Array, limit: float) -> jax.Array:
         """Adds each leaf to its window of the vector where ``keep`` is true.
 
@@ -86,16 +91,16 @@ class Layout:
         # if that index is not a constant. With constant indices it goes over the whole vector for
         # every leaf, which takes a thousand times as long for all leaves.
         zero = jnp.minimum(keep.astype(jnp.int32), 0)
-        parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in leaves]
+        parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in map(self._widened, leaves)]
         if len(parts) == 1 and not isinstance(parts[0], SparseVector):
             # A window over the whole vector would be the sum itself. XLA would compute it again
             # wherever it is read, and keep a copy of the old vector for that.
             parts = jnp.split(parts[0], [parts[0].size // 2])
         for part, begin in zip(parts, itertools.accumulate((part.size for part in parts), initial=0), strict=False):
             if isinstance(part, SparseVector):
-                x = part.merge().where(keep)
+                x = part.where(keep)
                 places = jnp.where(x.indices < x.n, begin + x.indices, self.n)
-                sums = vector.at[places].get(mode="fill", fill_value=0) + x.values.astype(self.dtype)
+                sums = vector.at[places].get(mode="fill", fill_value=0) + x.values
                 vector = vector.at[places].set(jnp.clip(sums, -limit, limit), mode="drop")
                 continue
             window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))
