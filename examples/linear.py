@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jsparse
 from examples import cluster
 from examples.data import Rows, read_libsvm, sparse
+from jsparse.bench.command import check_at_least, output_file
 from jsparse.cli import processes
 from jsparse.select import NonZero
 
@@ -46,14 +47,15 @@ SPARSE = {
     "topk_allgather": jsparse.topk_allgather,
 }
 STRATEGIES = (*DENSE, *SPARSE)
-# Made-up data of the sizes of the thesis's: all columns, those of a row, and whether frequent ones
-# stand anywhere.
-MADE_UP = {"url": (3_231_961, 115, True), "webspam": (16_609_143, 3_728, False)}
+# The smallest scale of weights.
+SMALL = 1e-3
 ALONG, ALIKE = PartitionSpec("workers"), PartitionSpec()
 
 
 class Weights(NamedTuple):
     """``scale * vector``: the penalty shrinks the scale, and leaves the vector alone.
+
+    Where the scale has become small, :meth:`folded` makes it 1 again.
 
     Attributes:
       vector: shape ``(columns,)``.
@@ -62,6 +64,9 @@ class Weights(NamedTuple):
 
     vector: jax.Array
     scale: jax.Array
+
+    def folded(self) -> "Weights":
+        return Weights(self.scale * self.vector, jnp.ones(()))
 
 
 class Workers:
@@ -76,6 +81,9 @@ class Workers:
       capacity: the most distinct columns of any batch.
       columns: the length of the weights.
       rows: all workers' rows.
+
+    Raises:
+      ValueError: there are no rows or no features, or a classifier's labels are not of two kinds.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -84,14 +92,18 @@ class Workers:
         self.count = self.mesh.size if self.mesh else self.comm.size
         first = jax.process_index() * args.workers if self.mesh else int(self.comm.rank())
         own = [read(args, part, self.count) for part in range(first, first + (args.workers if self.mesh else 1))]
+        ends = [[-rows.labels.min(initial=np.inf), rows.labels.max(initial=-np.inf)] for rows in own]
+        low, high = self.on_each(self._largest, (ALONG,), ALIKE)(self.place(np.array(ends, np.float32)))
+        if args.loss != "linear":
+            own = [signed(rows, -float(low), float(high)) for rows in own]
         cuts = [sparse.cut(rows, args.batch, args.seed) for rows in own]
-        last = [max((int(rows.indices.max(initial=-1)) for rows in cut), default=-1) for cut in cuts]
-        sizes = [
-            (*sparse.sizes(cut), end + 1, rows.labels.size) for cut, end, rows in zip(cuts, last, own, strict=True)
-        ]
-        *most, rows = self.on_each(self._agree, (ALONG,), ALIKE)(self.place(np.array(sizes, np.int32)))
+        sizes = [(*sparse.sizes(cut), sparse.columns(rows)) for cut, rows in zip(cuts, own, strict=True)]
+        most = self.on_each(self._largest, (ALONG,), ALIKE)(self.place(np.array(sizes, np.int32)))
         self.batches, self.capacity, elements, self.columns = map(int, most)
-        self.rows = int(rows)
+        counts = np.array([[rows.labels.size] for rows in own], np.int32)
+        self.rows = int(self.on_each(lambda count: self.comm.psum(count[0, 0]), (ALONG,), ALIKE)(self.place(counts)))
+        if not self.columns:
+            raise ValueError(f"{args.data} has {self.rows} rows and no features: name a file with some")
         shape = self.batches, self.capacity, elements, self.columns
         padded = [sparse.pad(cut, args.batch, *shape) for cut in cuts]
         self.data = jax.tree.map(lambda *arrays: self.place(np.stack(arrays)), *padded)
@@ -108,19 +120,26 @@ class Workers:
             return jnp.asarray(own)
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, ALONG), own)
 
-    def _agree(self, sizes: jax.Array) -> tuple[jax.Array, ...]:
-        return *self.comm.pmax(sizes[0, :-1]), self.comm.psum(sizes[0, -1])
+    def _largest(self, numbers: jax.Array) -> jax.Array:
+        return self.comm.pmax(numbers[0])
+
+
+def signed(rows: Rows, low: float, high: float) -> Rows:
+    """The rows with labels -1 and 1 in place of a file's two labels."""
+    strange = rows.labels[(rows.labels != low) & (rows.labels != high)]
+    if low == high or strange.size:
+        raise ValueError(
+            f"the labels are {', '.join(f'{x:g}' for x in sorted({low, *strange[:1].tolist(), high}))}; a classifier "
+            "takes labels of two kinds: take --loss linear, or another file"
+        )
+    return rows._replace(labels=np.where(rows.labels == high, 1, -1).astype(np.float32))
 
 
 def read(args: argparse.Namespace, part: int, parts: int) -> Rows:
     """A worker's rows."""
-    if args.data in MADE_UP:
-        columns, each, spread = MADE_UP[args.data]
-        return sparse.made_up(args.rows, columns, each, args.seed + part, spread)
-    rows = read_libsvm(pathlib.Path(args.data), part, parts)
-    if args.loss != "linear":
-        rows = rows._replace(labels=np.where(rows.labels > 0, 1, -1).astype(np.float32))
-    return rows
+    if args.data in sparse.KINDS:
+        return sparse.made_up(args.rows, sparse.KINDS[args.data], args.seed + part)
+    return read_libsvm(pathlib.Path(args.data), part, parts)
 
 
 def margins(weights: Weights, batch: sparse.Batches) -> jax.Array:
@@ -164,11 +183,12 @@ def train(name: str, workers: Workers, args: argparse.Namespace, tell: Callable[
         each = lax.map(one, jax.tree.map(lambda array: array[0], data))
         mean, right = comm.psum(jnp.sum(each, axis=0)) / workers.rows
         penalty = args.l2 / 2 * weights.scale**2 * jnp.sum(weights.vector**2)
-        return mean + penalty, right, Weights(weights.scale * weights.vector, jnp.ones(()))
+        return mean + penalty, right
 
     gradient = workers.on_each(gradient, (ALIKE, ALONG, ALIKE), ALONG)
     exchange = workers.on_each(exchange, (ALIKE, ALONG, ALONG, ALIKE), (ALIKE, ALONG), donate=(0, 1))
     evaluate = workers.on_each(evaluate, (ALIKE, ALONG), ALIKE)
+    fold = workers.on_each(Weights.folded, (ALIKE,), ALIKE, donate=(0,))
     nothing = workers.on_each(lambda: Weights(jnp.zeros(columns), jnp.ones(())), (), ALIKE)
 
     def begin():
@@ -181,6 +201,7 @@ def train(name: str, workers: Workers, args: argparse.Namespace, tell: Callable[
     run: dict[str, Any] = {"strategy": name, "columns": columns, "capacity": capacity, "workers": workers.count}
     run |= {figure: [] for figure in ("loss", "accuracy", "seconds", "computing", "communicating", "bytes")}
     (weights, state), rng = begin(), np.random.default_rng(args.seed)
+    scale = 1.0
     for epoch in range(args.epochs):
         seconds, sent = np.zeros(2), 0
         for i, number in enumerate(rng.permutation(workers.batches)):
@@ -189,10 +210,13 @@ def train(name: str, workers: Workers, args: argparse.Namespace, tell: Callable[
             part = jax.block_until_ready(gradient(weights, workers.data, np.int32(number)))
             middle = time.perf_counter()
             weights, state = jax.block_until_ready(exchange(weights, state, part, rate))
+            scale *= 1 - rate * args.l2
+            if scale < SMALL:
+                weights, scale = fold(weights), 1.0
             seconds += middle - start, time.perf_counter() - middle
             # This process's own; jsparse.stats would gather those of all workers in every step.
             sent += 4 * int(state.report.words.addressable_data(0)[0])
-        value, right, weights = evaluate(weights, workers.data)
+        value, right = evaluate(weights, workers.data)
         run["loss"].append(float(value))
         run["accuracy"].append(float(right))
         run["seconds"].append(float(seconds.sum()))
@@ -203,7 +227,7 @@ def train(name: str, workers: Workers, args: argparse.Namespace, tell: Callable[
             f"{name}, epoch {epoch + 1}: loss {value:.5f}, {seconds.sum():.2f} s, of these {seconds[1]:.2f} s "
             f"communicating; {sent / 1e6:.3g} MB sent"
         )
-    run["weights"] = np.asarray(weights.vector)
+    run["weights"] = np.asarray(fold(weights).vector)
     return run
 
 
@@ -242,9 +266,42 @@ def solved(rows: Rows, loss: str, l2: float) -> np.ndarray:
     return np.ravel(model.fit(x, rows.labels).coef_)
 
 
+def compare(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Tells how far each run's loss is off that of scikit-learn's solver."""
+    rows = read(args, 0, 1)
+    if args.loss != "linear":
+        rows = signed(rows, float(rows.labels.min()), float(rows.labels.max()))
+    best = objective(rows, solved(rows, args.loss, args.l2), args.loss, args.l2)
+    for run in runs:
+        run["relative"] = (objective(rows, run["weights"], args.loss, args.l2) - best) / best
+        print(f"{run['strategy']}: the loss is {run['relative']:+.2e} times off scikit-learn's, {best:.6f}")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses numbers that are out of range.
+
+    Raises:
+      ValueError: a number is.
+    """
+    check_at_least(args, workers=1, epochs=0, batch=1, capacity=1, rows=1, seed=0)
+    if not 0 < args.step_size < np.inf or not 0 < args.decay <= 1 or not 0 <= args.l2 < np.inf:
+        raise ValueError(
+            f"--step-size is {args.step_size}, --decay {args.decay}, --l2 {args.l2}; they are above 0, above 0 and at "
+            "most 1, and at least 0"
+        )
+    if args.step_size * args.l2 >= 1:
+        raise ValueError(f"a step shrinks the weights by {args.step_size * args.l2}, all of them: lower --step-size")
+    if args.schedule == "inverse" and not args.l2:
+        raise ValueError("--schedule inverse divides by a multiple of --l2, which is 0: take --schedule epoch")
+    if args.compare and args.data in sparse.KINDS:
+        raise ValueError("--compare reads a file, and this data is made up: leave it out")
+    if args.compare and not args.l2:
+        raise ValueError("scikit-learn's solvers take a penalty above 0: leave --compare out, or raise --l2")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help=f"a file in LIBSVM's format, or made-up data: {' or '.join(MADE_UP)}")
+    parser.add_argument("data", help=f"a file in LIBSVM's format, or made-up data: {' or '.join(sparse.KINDS)}")
     parser.add_argument("--loss", choices=LOSSES, default="logistic", help="default logistic")
     parser.add_argument(
         "--strategy",
@@ -275,32 +332,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=10_000, help="made-up rows of each worker (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the batches, and of made-up rows (default 0)")
     parser.add_argument("--compare", action="store_true", help="compare the loss with that of scikit-learn's solver")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     processes.add_arguments(parser)
     args = parser.parse_args(argv)
     names = args.strategy or ["ssar_split_allgather"]
     names = STRATEGIES if "all" in names else names
-    args.workers = args.workers or (1 if args.distributed or args.mpi else 8)
-    if args.schedule == "inverse" and not args.l2:
-        parser.error("--schedule inverse divides by a multiple of --l2, which is 0: take --schedule epoch")
-    if args.compare and args.data in MADE_UP:
-        parser.error("--compare reads a file, and this data is made up: leave it out")
+    args.workers = (1 if args.distributed or args.mpi else 8) if args.workers is None else args.workers
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", args.workers)
     try:
+        check(args)
         if not args.mpi:
             processes.join(args)
         workers = Workers(args)
         first = not (int(workers.comm.rank()) if args.mpi else jax.process_index())
         runs = [train(name, workers, args, print if first else lambda line: None) for name in names]
-        rows = read(args, 0, 1) if args.compare and first else None
+        if args.compare and first:
+            compare(runs, args)
     except ValueError as error:
         parser.error(str(error))
-    if rows:
-        best = objective(rows, solved(rows, args.loss, args.l2), args.loss, args.l2)
-        for run in runs:
-            run["relative"] = objective(rows, run["weights"], args.loss, args.l2) / best - 1
-            print(f"{run['strategy']}: the loss is {run['relative']:+.2e} times off scikit-learn's, {best:.6f}")
     if args.json and first:
         args.json.write_text(json.dumps([{key: run[key] for key in run if key != "weights"} for run in runs]))
 

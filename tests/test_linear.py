@@ -29,7 +29,7 @@ def devices() -> None:
 
 
 def rows_of(count: int, seed: int = 0) -> Rows:
-    return sparse.made_up(count, COLUMNS, 12, seed)
+    return sparse.made_up(count, sparse.Kind(COLUMNS, COLUMNS, 12, 1.01, True), seed)
 
 
 def dense(rows: Rows) -> np.ndarray:
@@ -81,13 +81,15 @@ def test_batches_hold_all_rows(size: int):
 
 def test_made_up_rows():
     """Columns follow a power law, and labels follow the same weights on all workers."""
-    rows = sparse.made_up(3000, 1000, 30, seed=1, spread=False)
+    kind = sparse.Kind(columns=1000, used=600, draws=30, exponent=2, spread=False)
+    rows = sparse.made_up(3000, kind, seed=1)
     counts = np.bincount(rows.indices, minlength=1000)
+    assert not counts[600:].any()
     assert (np.diff(rows.indices)[np.diff(np.repeat(np.arange(3000), np.diff(rows.indptr))) == 0] > 0).all()
-    # Of columns 2^i to 2^(i+1) - 1 of the ranks, all i occur about equally often.
-    octaves = [counts[2**i - 1 : 2 ** (i + 1) - 1].sum() for i in range(5, 9)]
-    assert max(octaves) < 1.3 * min(octaves)
-    spread = sparse.made_up(3000, 1000, 30, seed=1)
+    # Ranks from 2^(i+1) on to twice that occur half as often as those before them.
+    octaves = [counts[2**i - 1 : 2 ** (i + 1) - 1].sum() for i in range(4, 8)]
+    np.testing.assert_allclose(np.divide(octaves[1:], octaves[:-1]), 0.5, rtol=0.15)
+    spread = sparse.made_up(3000, kind._replace(spread=True), seed=1)
     np.testing.assert_array_equal(np.sort(np.bincount(spread.indices, minlength=1000)), np.sort(counts))
     assert 0.2 < np.mean(rows.labels > 0) < 0.8
 
@@ -220,9 +222,42 @@ def test_over_processes(how: str, path: pathlib.Path):
         (["url", "--schedule", "inverse", "--l2", "0"], "which is 0"),
         (["x", "--strategy", "best"], "invalid choice"),
         (["url", "--rows", "10", "--workers", "1000"], "1000 workers need as many devices"),
+        (["url", "--l2", "0", "--compare"], "is made up"),
+        (["x", "--l2", "0", "--compare"], "take a penalty above 0"),
+        (["x", "--l2", "-1"], "--l2 -1"),
+        (["x", "--step-size", "nan"], "--step-size is nan"),
+        (["x", "--step-size", "1", "--l2", "1"], "all of them"),
+        (["x", "--capacity", "0"], "it is at least 1"),
+        (["x", "--batch", "0"], "it is at least 1"),
+        (["x", "--json", "/nowhere/x"], "can't be written"),
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys):
     with pytest.raises(SystemExit):
         linear.main(options)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 rows and no features"),
+        ("1\n-1\n", "2 rows and no features"),
+        ("1 1:2\n1 2:3\n", "the labels are 1;"),
+        ("1 1:2\n2 2:3\n3 1:1\n", "the labels are 1, 2, 3;"),
+    ],
+)
+def test_files_that_no_classifier_learns(text: str, message: str, tmp_path: pathlib.Path, capsys):
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(SystemExit):
+        linear.main([str(tmp_path / "x"), "--workers", "2"])
+    assert message in capsys.readouterr().err
+
+
+def test_labels_of_any_two_kinds(path: pathlib.Path):
+    """And a penalty so large that the scale of the weights becomes small."""
+    options = ["--workers", "2", "--batch", "5", "--epochs", "3", "--l2", "0.5"]
+    (run,) = trained(path, *options)
+    assert np.isfinite(run["loss"][-1])
+    path.write_text(re.sub("^-1", "1", re.sub(r"^\+1", "2", path.read_text(), flags=re.M), flags=re.M))
+    assert trained(path, *options)[0]["loss"] == run["loss"]

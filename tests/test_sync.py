@@ -265,3 +265,52 @@ def test_what_exceeds_the_capacity_waits_or_is_lost(kept: bool):
         np.testing.assert_array_equal(total, rows.mean(0))
     else:
         assert total.sum() == (2 + 4) / 2 * capacity
+
+
+@pytest.mark.parametrize(
+    ("values", "indices"),
+    [
+        (np.ones(2, np.float32), np.ones(2, np.float32)),
+        (np.ones(3, np.float32), np.arange(2, dtype=np.int32)),
+        (np.float32(1), np.int32(1)),
+        (np.ones((1, 2, 2), np.float32), np.zeros((1, 2, 2), np.int32)),
+    ],
+    ids=["float indices", "lengths", "scalars", "three axes"],
+)
+def test_a_malformed_sparse_vector_is_refused(values, indices):
+    tx = jsparse.topk_allgather(AXIS, density=0.1)
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(20)), axis_name=AXIS)(np.arange(2))
+    x = jsparse.SparseVector(*(np.stack([part, part]) for part in (values, indices)), 20)
+    with pytest.raises(ValueError, match="the indices are int32"):
+        jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS)(x, state)
+
+
+@pytest.mark.parametrize("kept", quick([True, False], False))
+@pytest.mark.parametrize("density", quick([0.02, 0.3], 0.3))
+@pytest.mark.parametrize("capacity", quick([0, 12], 12))
+@pytest.mark.parametrize("preset", quick([jsparse.oktopk, jsparse.gtopk, jsparse.topk_allgather], jsparse.gtopk))
+def test_buffers_of_any_length(preset, capacity: int, density: float, kept: bool):
+    """Of a sparse leaf and of the selector: the results are those of an array."""
+    n = 100
+    tx = preset(AXIS, select=jsparse.select.NonZero(density), error_feedback=kept)
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(n)), axis_name=AXIS)(np.arange(3))
+    rows = np.zeros((3, n), np.float32)
+    if capacity:
+        rows[:, [3, 60]], rows[[0, 1, 2], [7, 8, 9]] = 1, 2
+    states, run = [state, state], jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    for _ in range(3):
+        outcomes = [run(x, s) for x, s in zip((rows, sparse_rows(rows, capacity)), states, strict=True)]
+        means, states = zip(*outcomes, strict=True)
+        np.testing.assert_array_equal(*means)
+        if kept:
+            np.testing.assert_array_equal(*map(jsparse.residual, states))
+
+
+def test_runs_that_add_up_to_infinity_are_seen():
+    """A sparse leaf of several runs is their sum."""
+    tx = jsparse.topk_allgather(AXIS, select=jsparse.select.NonZero(0.1), error_feedback=False)
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(20)), axis_name=AXIS)(np.arange(2))
+    x = jsparse.SparseVector(jnp.full((2, 2, 1), 3e38), jnp.full((2, 2, 1), 4), 20)
+    mean, state = jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS)(x, state)
+    assert np.isnan(mean.values).any()
+    assert not state.step.any()

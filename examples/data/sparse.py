@@ -44,6 +44,11 @@ def cut(rows: Rows, size: int, seed: int) -> list[Rows]:
     return batches
 
 
+def columns(rows: Rows) -> int:
+    """The least number of columns that the rows can have."""
+    return int(rows.indices.max(initial=-1)) + 1
+
+
 def sizes(batches: list[Rows]) -> tuple[int, int, int]:
     """The number of batches, and the most distinct columns and the most elements of any."""
     columns = max((np.unique(batch.indices).size for batch in batches), default=0)
@@ -78,28 +83,57 @@ def pad(batches: list[Rows], size: int, count: int, capacity: int, elements: int
     return result
 
 
-def made_up(rows: int, columns: int, each: int, seed: int, spread: bool = True) -> Rows:
-    """Rows whose columns follow a power law, with labels that weights of their own decide.
+class Kind(NamedTuple):
+    """A kind of made-up data: the r-th most frequent column occurs as often as ``r^-exponent``.
 
-    The r-th most frequent column occurs in proportion to 1/r.
+    Attributes:
+      columns: how many there are, below ``2**31``.
+      used: how many of them occur at all.
+      draws: columns drawn for a row; those drawn twice count once.
+      exponent: of the power law, above 1.
+      spread: whether used columns stand anywhere. Otherwise they stand first, the frequent ones
+        before the others.
+    """
+
+    columns: int
+    used: int
+    draws: int
+    exponent: float
+    spread: bool
+
+
+# The dimensions of the thesis's data sets, with about as many columns a row: 115 and 3,700. Of
+# Webspam's columns, all but 680,715 are empty.
+KINDS = {
+    "url": Kind(3_231_961, 3_231_961, 580, 1.5, True),
+    "webspam": Kind(16_609_143, 680_715, 16_000, 1.2, False),
+}
+# Rows are drawn in groups of so many, to save memory.
+GROUP = 100
+
+
+def made_up(rows: int, kind: Kind, seed: int) -> Rows:
+    """Makes up rows, with labels that weights of their own decide, alike on all workers.
 
     Args:
       rows: how many.
-      columns: how many there are, below ``2**31``.
-      each: columns drawn for a row; those drawn twice count once.
+      kind: which columns they have.
       seed: of this worker's rows.
-      spread: whether frequent columns stand anywhere. Otherwise they stand first.
     """
     rng = np.random.default_rng(seed)
-    ranks = np.int64((columns + 1) ** rng.random((rows, each))) - 1
-    # Multiplying by a number that has no divisor in common with ``columns`` permutes them.
-    factor = next(f for f in range(columns // 3 * 2 + 1, 2 * columns) if np.gcd(f, columns) == 1)
-    found = np.sort(ranks * factor % columns if spread else ranks, axis=1)
-    new = np.diff(found, axis=1, prepend=-1) > 0
-    lengths = new.sum(axis=1)
-    indices = found[new].astype(np.int32)
+    # To multiply by a number that has no divisor in common with ``columns`` permutes them.
+    factor = next(f for f in range(kind.columns // 3 * 2 + 1, 2 * kind.columns) if np.gcd(f, kind.columns) == 1)
+    power = 1 - kind.exponent
+    parts = []
+    for start in range(0, rows, GROUP):
+        uniform = rng.random((min(GROUP, rows - start), kind.draws))
+        ranks = np.int64((1 + uniform * ((kind.used + 1.0) ** power - 1)) ** (1 / power)) - 1
+        found = np.sort(ranks * factor % kind.columns if kind.spread else ranks, axis=1)
+        new = np.diff(found, axis=1, prepend=-1) > 0
+        parts.append((new.sum(axis=1), found[new].astype(np.int32)))
+    lengths, indices = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     values = np.repeat(1 / np.sqrt(lengths), lengths).astype(np.float32)
-    # A column's weight is a hash of its number, alike on all workers.
+    # A column's weight is a hash of its number.
     weights = (indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) / 2.0**23 - 1
     indptr = np.concatenate([[0], np.cumsum(lengths)])
     margins = np.add.reduceat(weights * values, indptr[:-1]) + 0.1 * rng.normal(size=rows)

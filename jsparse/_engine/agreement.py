@@ -57,6 +57,21 @@ def check_floats(tree: Any) -> None:
             )
 
 
+def check_sparse(grads: Any) -> None:
+    """Refuses sparse leaves whose buffers are not those of a :class:`SparseVector`."""
+    for path, leaf in _named_leaves(grads):
+        if not isinstance(leaf, SparseVector):
+            continue
+        values, indices = leaf.values, leaf.indices
+        if indices.dtype != jnp.int32 or values.shape != indices.shape or values.ndim not in (1, 2):
+            raise ValueError(
+                f"gradient leaf {jax.tree_util.keystr(path)} is a SparseVector of values {values.dtype}{values.shape} "
+                f"and indices {indices.dtype}{indices.shape}; the indices are int32, and both have the shape "
+                "(capacity,) or (runs, capacity). A transformation before the all-reduce would change the indices, "
+                "too: put none there"
+            )
+
+
 def check_local(levels: Sequence[Comm], grads: Any) -> None:
     """Refuses gradients whose types tell that they are already summed over the workers."""
     for path, leaf in _named_leaves(grads):
@@ -79,6 +94,7 @@ def check(synchroniser: Any, grads: Any, state: Any) -> None:
       state: what is given as the state of the synchronisation.
     """
     check_floats(grads)
+    check_sparse(grads)
     check_local(synchroniser.levels, grads)
     fix = (
         "initialise the state by the same transformation, with parameters of the gradients' shapes and types, for as "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._comm.comm import Comm
 from .._comm.metered import Metered
 from .._vector.density import check_steps
-from .._vector.sparse_vector import flatten
+from .._vector.sparse_vector import flatten, one_run
 from .agreement import agree, check, varying_over
 from .memory import NoMemory
 from .outcome import conclude
@@ -61,7 +61,7 @@ class Phased(Synchroniser):
         check(self, grads, state)
         leaves, treedef = flatten(grads)
         buckets = self.shared.space.buckets(leaves)
-        given = self.shared.memory.prepare(leaves, self.shared.workers)
+        given = self.shared.memory.prepare(list(map(one_run, leaves)), self.shared.workers)
         step, bad = agree(everyone, state.step[0], given)
 
         def run(number: int) -> tuple[list[jax.Array], Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._comm.comm import Comm, axes_of
 from .._comm.metered import Metered
 from .._vector.buckets import Bucket
-from .._vector.sparse_vector import Leaf, SparseVector, flatten
+from .._vector.sparse_vector import Leaf, SparseVector, flatten, one_run
 from ..allreduce import Dense
 from .agreement import agree, check, not_finite, pmax_over
 from .mean import Mean, Quotient, over_workers
@@ -173,7 +173,7 @@ class Composition(Synchroniser):
         check(self, grads, state)
         leaves, _ = flatten(grads)
         buckets = self.space.buckets(leaves)
-        leaves = self.memory.prepare(leaves, self.workers)
+        leaves = self.memory.prepare(list(map(one_run, leaves)), self.workers)
 
         step, bad = state.step[0], jnp.array(False)
         stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)

@@ -49,7 +49,9 @@ def _update(
     return synchroniser.update(updates, state)
 
 
-def sync(tx: SparseAllReduce, grads: optax.Updates, state: SparseAllReduceState) -> tuple[Leaf, SparseAllReduceState]:
+def sync(
+    tx: SparseAllReduce, grads: optax.Updates | SparseVector, state: SparseAllReduceState
+) -> tuple[Leaf, SparseAllReduceState]:
     """Averages gradients as ``tx.update`` does, and leaves a sparse mean sparse.
 
     Then it forms no array of length n.
@@ -63,8 +65,8 @@ def sync(tx: SparseAllReduce, grads: optax.Updates, state: SparseAllReduceState)
 
     Args:
       tx: a preset, or :func:`sparse_allreduce`, that sums all leaves as one vector; not a chain.
-      grads: this worker's gradients. A leaf may be a :class:`SparseVector`, best of one run; the
-        state is that of an array in its place.
+      grads: this worker's gradients. A leaf may be a :class:`SparseVector`; the state is that of
+        an array in its place.
       state: from ``tx.init`` or from the step before; donate it, and its residual is updated in
         place.
 

@@ -50,16 +50,19 @@ class Layout:
 
     def ravel(self, leaves: Sequence[Leaf]) -> jax.Array:
         """The leaves as one new vector."""
-        return jnp.concatenate([to_dense(self._widened(leaf)).reshape(-1).astype(self.dtype) for leaf in leaves])
+        return jnp.concatenate([to_dense(leaf).reshape(-1).astype(self.dtype) for leaf in leaves])
 
     def run(self, leaves: Sequence[Leaf]) -> SparseVector:
-        """The leaves as one run, which has a place for each place of a sparse leaf, and for each
-        element of the others.
+        """The leaves as one run. Sparse ones are one run each.
+
+        It has a place for each place of a sparse leaf, and for each element of the others.
         """
         runs = []
-        for part, offset in zip(map(self._widened, leaves), self.offsets, strict=False):
+        for part, offset in zip(leaves, self.offsets, strict=False):
             if isinstance(part, SparseVector):
-                runs.append((part.values, jnp.where(part.indices < part.n, offset + part.indices, self.n)))
+                runs.append(
+                    (part.values.astype(self.dtype), jnp.where(part.indices < part.n, offset + part.indices, self.n))
+                )
             else:
                 runs.append((part.reshape(-1).astype(self.dtype), offset + lax.iota(jnp.int32, part.size)))
         values = jnp.concatenate([values for values, _ in runs])
@@ -75,12 +78,6 @@ class Layout:
             for (begin, end), shape, dtype in zip(windows, self.shapes, self.dtypes, strict=True)
         ]
 
-    def _widened(self, leaf: Leaf) -> Leaf:
-        """A sparse leaf as one run of the vector's type; others as they are."""
-        if not isinstance(leaf, SparseVector):
-            return leaf
-        return SparseVector(leaf.values.astype(self.dtype), leaf.indices, leaf.n).merge()
-
     def add_leaves(self, vector: jax.Array, leaves: Sequence[Leaf], keep: jax.Array, limit: float) -> jax.Array:
         """Adds each leaf to its window of the vector where ``keep`` is true.
 
@@ -91,7 +88,7 @@ class Layout:
         # if that index is not a constant. With constant indices it goes over the whole vector for
         # every leaf, which takes a thousand times as long for all leaves.
         zero = jnp.minimum(keep.astype(jnp.int32), 0)
-        parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in map(self._widened, leaves)]
+        parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in leaves]
         if len(parts) == 1 and not isinstance(parts[0], SparseVector):
             # A window over the whole vector would be the sum itself. XLA would compute it again
             # wherever it is read, and keep a copy of the old vector for that.
@@ -100,7 +97,7 @@ class Layout:
             if isinstance(part, SparseVector):
                 x = part.where(keep)
                 places = jnp.where(x.indices < x.n, begin + x.indices, self.n)
-                sums = vector.at[places].get(mode="fill", fill_value=0) + x.values
+                sums = vector.at[places].get(mode="fill", fill_value=0) + x.values.astype(self.dtype)
                 vector = vector.at[places].set(jnp.clip(sums, -limit, limit), mode="drop")
                 continue
             window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))

@@ -24,7 +24,7 @@ class SparseVector:
 
     Attributes:
       values: shape ``(capacity,)`` or ``(runs, capacity)``.
-      indices: int32, of the same shape.
+      indices: int32, of the same shape; those of a run ascend, and are distinct.
       n: the vector's length, below ``2**31``.
 
     >>> x = SparseVector(jnp.array([2.0, 5.0, 0.0]), jnp.array([1, 3, 4]), 4)
@@ -207,6 +207,14 @@ Leaf: TypeAlias = SparseVector | jax.Array
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a tree and its definition. A :class:`SparseVector` is one leaf."""
     return jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, SparseVector))
+
+
+def one_run(leaf: Leaf) -> Leaf:
+    """A sparse leaf as one run, of at least float32, in which its runs were added."""
+    if not isinstance(leaf, SparseVector):
+        return leaf
+    values = leaf.values.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return SparseVector(values, leaf.indices, leaf.n).merge()
 
 
 def to_dense(leaf: Leaf) -> jax.Array:

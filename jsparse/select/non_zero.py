@@ -48,7 +48,8 @@ class NonZero(AboveThreshold):
         run = pending.run()
         if run is None:
             return super().accumulate_and_select(pending, state, step, rank)
-        k = min(elements_kept(self.density, run.n), run.capacity)
+        k = elements_kept(self.density, run.n)
+        run = run.resize(max(k, run.capacity))
         values, places, count = select_above(run.values, 0, k, start=bitmap.turn(step, k))
         indices = run.indices.at[places].get(mode="fill", fill_value=run.n)
         return run, SparseVector(values, indices, run.n), SelectorState(jnp.zeros(1, run.dtype), count[None])
