@@ -100,6 +100,8 @@ class Workers:
         sizes = [(*sparse.sizes(cut), sparse.columns(rows)) for cut, rows in zip(cuts, own, strict=True)]
         most = self.on_each(self._largest, (ALONG,), ALIKE)(self.place(np.array(sizes, np.int32)))
         self.batches, self.capacity, elements, self.columns = map(int, most)
+        if args.data in sparse.KINDS:
+            self.columns = sparse.KINDS[args.data].columns
         counts = np.array([[rows.labels.size] for rows in own], np.int32)
         self.rows = int(self.on_each(lambda count: self.comm.psum(count[0, 0]), (ALONG,), ALIKE)(self.place(counts)))
         if not self.columns:
