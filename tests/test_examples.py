@@ -5,12 +5,14 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from test_readers import learnable
 
 import jsparse
 from examples import fill_in, paper_rule, train, unlike
@@ -20,12 +22,54 @@ from jsparse.bench import pto
 from jsparse.bench.images import load_images
 
 DATA = os.environ.get("JSPARSE_DATA")
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def devices() -> None:
     """JAX has been used, so that no option changes how many virtual devices there are."""
     assert len(jax.devices()) == 8
+
+
+def figures_of(example: str, wanted: str, *arguments) -> list[float]:
+    """The numbers that a numbered example prints behind some words, run as users run it."""
+    command = [sys.executable, "-m", f"examples.{example}", *map(str, arguments)]
+    out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    if sent := re.search(r"sent ([\d,]+) bytes .* send ([\d,]+) with dense", out):
+        sparse, dense = (int(number.replace(",", "")) for number in sent.groups())
+        assert 0 < sparse < dense / 3
+    return [float(number) for number in re.findall(rf"{wanted} ([\d.]+)", out)]
+
+
+@pytest.mark.full
+def test_example_1_images():
+    right = figures_of("1_images", "accuracy", "--epochs", 8)
+    assert len(right) == 8
+    assert right[-1] > 70
+
+
+@pytest.mark.full
+def test_example_2_text(tmp_path):
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c d e f g h i j\n" * 300)
+    perplexities = figures_of("2_text", "perplexity", tmp_path, "--epochs", 10)
+    assert len(perplexities) == 11
+    assert perplexities[-1] < perplexities[0] / 2
+
+
+@pytest.mark.full
+def test_example_3_speech(tmp_path):
+    losses = figures_of("3_speech", "loss", learnable("an4", tmp_path), "--epochs", 10)
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.full
+def test_example_4_data_cache(tmp_path):
+    """The first epoch of the first run is slow, and the first of the second run is not."""
+    seconds = [*figures_of("4_data_cache", "epoch .:", tmp_path), *figures_of("4_data_cache", "epoch .:", tmp_path)]
+    assert len(seconds) == 6
+    assert max(seconds[1:]) < seconds[0]
 
 
 @pytest.mark.full
