@@ -64,4 +64,4 @@ for epoch in range(args.epochs):
 
 n = sum(leaf.size for leaf in jax.tree.leaves(params))
 sent, dense = 4 * jsparse.stats(state.opt_state).words.max(), 8 * n * (mesh.size - 1) // mesh.size
-print(f"{n:,} parameters: a worker sent {sent:,} bytes in the last step, and would send {dense:,} with dense")
+print(f"{n:,} parameters: a worker sent {sent:,} bytes in the last step; dense sends {dense:,}")
