@@ -317,12 +317,12 @@ def test_samples_that_cannot_be_cached(tmp_path, sample):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_the_least_recently_read_goes_first(data):
+def test_what_comes_first_stays(data):
     """Every read comes from the tier that a model of the cache names."""
     sizes = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=8), "sizes")
     samples = [bytes([i]) * size for i, size in enumerate(sizes)]
     bound = data.draw(st.integers(0, 12_000), "memory_bytes")
-    kept: collections.OrderedDict[int, int] = collections.OrderedDict()
+    kept: dict[int, int] = {}
     seen = set()
     with tempfile.TemporaryDirectory() as directory:
         cache = DataCache(samples, directory, key="k", memory_bytes=bound)
@@ -334,21 +334,16 @@ def test_the_least_recently_read_goes_first(data):
                 assert getattr(cache.stats, name).samples == getattr(before, name).samples + (name == tier)
             seen.add(i)
             size = sys.getsizeof((pathlib.Path(folder(directory)) / str(i)).read_bytes()) + OVERHEAD
-            if i in kept or size <= bound:
+            if i not in kept and sum(kept.values()) + size <= bound:
                 kept[i] = size
-                kept.move_to_end(i)
-            while sum(kept.values()) > bound:
-                kept.popitem(last=False)
 
 
-def test_a_read_keeps_a_sample_in_memory(tmp_path):
-    """Room for two of three samples: what was read last stays, not what came last."""
-    cache = DataCache([bytes(1000)] * 3, tmp_path, key="k", memory_bytes=2 * (1000 + 200 + OVERHEAD))
-    for i in (0, 1, 0, 2, 0):
-        cache[i]
-    assert counts(cache) == (3, 0, 2)
-    cache[1]
-    assert counts(cache) == (3, 1, 2)
+def test_half_the_memory_serves_half_of_each_epoch(tmp_path):
+    cache = DataCache([bytes(1000)] * 10, tmp_path, key="k", memory_bytes=5 * (1000 + 200 + OVERHEAD))
+    for epoch in range(3):
+        for i in np.random.default_rng(epoch).permutation(10):
+            cache[i]
+        assert counts(cache) == (10, 5 * epoch, 5 * epoch)
 
 
 def test_an_entry_that_two_threads_keep_counts_once(tmp_path):
@@ -375,7 +370,7 @@ def test_memory_is_bounded(tmp_path, elements: int):
     finally:
         tracemalloc.stop()
     assert bound / 2 < grown < bound * 1.02
-    assert cache[count - 1] == bytes(elements)
+    assert cache[0] == bytes(elements)
     assert cache.stats.memory.samples == 2
 
 

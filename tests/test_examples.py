@@ -5,12 +5,14 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from test_readers import learnable
 
 import jsparse
 from examples import fill_in, paper_rule, train, unlike
@@ -20,12 +22,67 @@ from jsparse.bench import pto
 from jsparse.bench.images import load_images
 
 DATA = os.environ.get("JSPARSE_DATA")
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def devices() -> None:
     """JAX has been used, so that no option changes how many virtual devices there are."""
     assert len(jax.devices()) == 8
+
+
+def figures_of(example: str, wanted: str, *arguments) -> list[float]:
+    """The numbers that a numbered example prints behind some words, run as users run it."""
+    command = [sys.executable, "-m", f"examples.{example}", *map(str, arguments)]
+    out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    if example != "4_data_cache":  # The only one that sends nothing.
+        (sent,) = re.findall(r"sent ([\d,]+) bytes .*; dense sends ([\d,]+)", out)
+        sparse, dense = (int(number.replace(",", "")) for number in sent)
+        assert 0 < sparse < dense / 3
+    return [float(number) for number in re.findall(rf"{wanted} ([\d.]+)", out)]
+
+
+@pytest.mark.full
+def test_example_1_images():
+    right = figures_of("1_images", "accuracy", "--epochs", 8)
+    assert len(right) == 8
+    assert right[-1] > 70
+
+
+@pytest.mark.full
+def test_example_2_text(tmp_path):
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"ptb.{part}.txt").write_text("a b c d e f g h i j\n" * (1500 if part == "train" else 20))
+    perplexities = figures_of("2_text", "perplexity", tmp_path, "--epochs", 10)
+    assert len(perplexities) == 11
+    assert perplexities[-1] < perplexities[0] / 2
+
+
+@pytest.mark.full
+def test_example_3_speech(tmp_path):
+    losses = figures_of("3_speech", "loss", learnable("an4", tmp_path), "--epochs", 10)
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.full
+def test_example_4_data_cache(tmp_path):
+    """Only the first epoch of the first run reads the store."""
+    read = [number for _ in range(2) for number in figures_of("4_data_cache", "'source':", tmp_path)]
+    assert len(read) == 6
+    assert read[0] > 0
+    assert not any(read[1:])
+
+
+@pytest.mark.full
+def test_example_5_sparse_data(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [np.unique(rng.integers(1, 50, 8)) for _ in range(200)]
+    lines = [f"{1 if 3 in row else -1} {' '.join(f'{column}:1' for column in row)}\n" for row in rows]
+    (tmp_path / "rows").write_text("".join(lines))
+    losses = figures_of("5_sparse_data", "loss", tmp_path / "rows", "--epochs", 30)
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] / 2
 
 
 @pytest.mark.full

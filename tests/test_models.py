@@ -69,7 +69,7 @@ def images(*shape: int) -> tuple[np.ndarray, np.ndarray]:
     return RNG.random(shape, np.float32), numbers(10, shape[0])
 
 
-NARROW = tuple(channels // 8 for channels in VGG16)
+NARROW = tuple(channels // 32 for channels in VGG16)
 # The small forms, each with a batch.
 SMALL = {
     "fnn": (lambda: FNN((8, 8, 1), 20, rngs()), images(4, 8, 8, 1)),

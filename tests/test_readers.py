@@ -453,6 +453,13 @@ def test_wrong_models_and_data(arguments: list[str], message: str, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("model", "least"), [("lstm-small", 21), ("bert-small", 32)])
+def test_texts_that_are_too_short(model: str, least: int, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--model", model, "--data-dir", str(put(tmp_path, PTB))])
+    assert f"a part of the text has 6 words, and a row needs {least}: take a longer text" in capsys.readouterr().err
+
+
 @pytest.mark.full
 @real("ptb")
 def test_the_real_ptb():

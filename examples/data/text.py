@@ -72,6 +72,11 @@ def _read(paths: list[pathlib.Path], page: str) -> Text:
     return Text(train, valid, test, words)
 
 
+def _check_length(text: np.ndarray, least: int) -> None:
+    if len(text) < least:
+        raise ValueError(f"a part of the text has {len(text)} words, and a row needs {least}: take a longer text")
+
+
 def windows(text: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts a text into rows of words, and the words that follow each of them.
 
@@ -81,7 +86,11 @@ def windows(text: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
       Two int32 arrays of shape ``((count - 1) // length, length)``.
+
+    Raises:
+      ValueError: the text has no whole row.
     """
+    _check_length(text, length + 1)
     rows = (len(text) - 1) // length
     return text[: rows * length].reshape(rows, length), text[1 : rows * length + 1].reshape(rows, length)
 
@@ -102,7 +111,11 @@ def masked_pairs(text: np.ndarray, words: int, length: int, seed: int) -> tuple[
     Returns:
       The arguments of :meth:`examples.models.Bert.loss`, int32: words, segments and masked words,
       of shape ``(rows, 2 length + 3)``, and whether the second segment follows, ``(rows,)``.
+
+    Raises:
+      ValueError: the text has no whole row.
     """
+    _check_length(text, 2 * length)
     rng = np.random.default_rng(seed)
     segments = text[: len(text) // length * length].reshape(-1, length)
     first, second = segments[:-1:2], segments[1::2]

@@ -4,7 +4,6 @@ It follows section 4.1 of "Towards Scalable Distributed Training of Deep Learnin
 Clusters" (Shi et al., MLSys 2021). It needs no JAX.
 """
 
-import collections
 import contextlib
 import hashlib
 import operator
@@ -23,7 +22,7 @@ from .entry import decode, encode, sound
 # Changes with the format of an entry, so that other versions' entries are not read.
 FORMAT = 1
 # Python's own memory for an entry that is kept, beside its bytes object.
-OVERHEAD = 250
+OVERHEAD = 120
 # How many seconds a process waits for another one to count its bytes.
 PATIENCE = 1.0
 
@@ -72,7 +71,7 @@ class _Process:
     def __init__(self):
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self.entries: collections.OrderedDict[int, bytes] = collections.OrderedDict()
+        self.entries: dict[int, bytes] = {}
         self.bytes = 0
         self.reading: dict[int, threading.Lock] = {}
         self.stats = CacheStats()
@@ -103,10 +102,10 @@ class DataCache:
         key, or with a source of another length, keep their entries apart in the directory.
       prepare: makes what is cached from what the source gives, such as an image from a file's
         bytes. Augment after the cache: what is random here is drawn once.
-      memory_bytes: how many bytes of entries each process keeps in memory, with Python's overhead;
-        beyond, those that were read least recently go. 0 keeps none.
-      disk_bytes: how many bytes the key's entries may have in the directory; beyond, samples are
-        no longer written. None for no bound. Pass the same number in all processes.
+      memory_bytes: how many bytes of entries each process keeps in memory, with Python's overhead.
+        The first that fit stay. 0 keeps none.
+      disk_bytes: how many bytes the key's entries may have in the directory. The first that fit
+        stay, and others are not written. None for no bound. Pass the same number in all processes.
       share: ``(rank, size)``; the cache has the source's samples ``rank``, ``rank + size``, and
         so on. Shares differ in length by at most one. The default is the whole source.
 
@@ -213,7 +212,6 @@ class DataCache:
         """The entry of a source's sample, and where it came from."""
         with here.lock:
             if number in here.entries:
-                here.entries.move_to_end(number)
                 return "memory", here.entries[number]
             alone = here.reading.setdefault(number, threading.Lock())
         with alone:  # Threads that want the same sample wait for the first of them.
@@ -234,15 +232,16 @@ class DataCache:
                     here.reading.pop(number, None)
 
     def _keep(self, here: _Process, number: int, entry: bytes) -> None:
-        """Keeps an entry in memory, if it fits."""
+        """Keeps an entry in memory, if there is room.
+
+        What is there stays. If epochs do not fit, an entry that replaced another would mostly be
+        replaced before it is read again.
+        """
         size = sys.getsizeof(entry) + OVERHEAD
         with here.lock:
-            if size > self._memory_bytes or number in here.entries:
-                return
-            here.entries[number] = entry
-            here.bytes += size
-            while here.bytes > self._memory_bytes:
-                here.bytes -= sys.getsizeof(here.entries.popitem(last=False)[1]) + OVERHEAD
+            if here.bytes + size <= self._memory_bytes and number not in here.entries:
+                here.entries[number] = entry
+                here.bytes += size
 
     def _salt_of(self, number: int) -> bytes:
         return self._salt + str(number).encode()
