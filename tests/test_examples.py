@@ -35,7 +35,7 @@ def figures_of(example: str, wanted: str, *arguments) -> list[float]:
     """The numbers that a numbered example prints behind some words, run as users run it."""
     command = [sys.executable, "-m", f"examples.{example}", *map(str, arguments)]
     out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    if example != "4_data_cache":  # The only one that sends nothing.
+    if example < "4":  # The fourth sends nothing, and rows of few columns are not worth a sparse sum.
         (sent,) = re.findall(r"sent ([\d,]+) bytes .*; dense sends ([\d,]+)", out)
         sparse, dense = (int(number.replace(",", "")) for number in sent)
         assert 0 < sparse < dense / 3
