@@ -158,7 +158,7 @@ def test_what_exceeds_the_capacity_is_learned_later(path: pathlib.Path):
 
 def off(path: pathlib.Path, loss: str, batch: int, step_size: float, l2: float) -> float:
     """How far the loss is off that of scikit-learn's solver, relatively."""
-    decay, epochs = ("0.9", "30") if loss == "logistic" else ("0.95", "60")
+    decay, epochs = "0.95" if loss == "linear" else "0.9", "30" if loss == "logistic" else "60"
     options = ["--loss", loss, "--step-size", str(step_size), "--decay", decay, "--epochs", epochs, "--l2", str(l2)]
     (run,) = trained(path, *options, "--batch", str(batch), "--workers", "8", "--compare")
     return run["relative"]
