@@ -421,6 +421,7 @@ PLAN = ["plan", "--parameters", "25000000", "--density", "0.001", "--workers", "
 PLAN += ["--bandwidth", "0.88889", "--latency", "436"]
 
 
+@pytest.mark.full
 def test_plan(tmp_path, capsys):
     plot, path = tmp_path / "x.png", tmp_path / "x.json"
     cli.main([*PLAN, "--step-time", "100", "--json", str(path), "--plot", str(plot)])

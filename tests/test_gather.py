@@ -78,7 +78,7 @@ def test_everything_that_fits_arrives(name: str, size: int, balance_above: float
             assert len(arrived) >= 0.9 * SHARE * size - size
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize("size", quick([2, 5, 8], 5))
 def test_what_does_not_fit_takes_turns(size: int):
     counts = np.full(size, CAPACITY)
     values, indices = parts_of(counts, np.random.default_rng(0))

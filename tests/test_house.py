@@ -251,6 +251,7 @@ def run_loop(code: str) -> list[float]:
     return namespace["losses"]
 
 
+@pytest.mark.full
 def test_the_lines_that_change():
     """The README's diff: the loop before it, and after it, with and without check_vma."""
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[1].splitlines(keepends=True)

@@ -164,7 +164,8 @@ def off(path: pathlib.Path, loss: str, batch: int, step_size: float, l2: float) 
     return run["relative"]
 
 
-@pytest.mark.parametrize("loss", quick(list(linear.LOSSES), "svm"))
+@pytest.mark.full
+@pytest.mark.parametrize("loss", list(linear.LOSSES))
 def test_the_loss_is_that_of_scikit_learn(loss: str, path: pathlib.Path):
     assert abs(off(path, loss, 5, 0.3 if loss == "linear" else 2, 0.1)) < 1e-3
 

@@ -138,6 +138,7 @@ def main(text: str) -> Program:
     return Program(text[text.index("\nENTRY") :])
 
 
+@pytest.mark.full
 @needs_plugin
 def test_dense_buckets_overlap_with_the_backward_pass():
     program = main(compiled("dense"))

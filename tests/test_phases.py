@@ -164,7 +164,7 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize("levels", quick([False, True], False))
-@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("checked", quick([False, True], True))
 def test_in_a_training_step(checked: bool, levels: bool):
     """Compiled once, read and placed like any other, and skipped by ``apply_if_finite``."""
     if levels:

@@ -17,6 +17,7 @@ from jsparse._engine.memory import ErrorFeedback
 from jsparse._engine.space import Shards
 from jsparse._engine.synchroniser import Composition
 from jsparse._presets.powersgd import LowRank, _orthonormal
+from tiers import quick
 from transports import AXIS
 
 # Rows and columns of the compressed ones, in the order of jax.tree.leaves.
@@ -52,7 +53,7 @@ def flat(leaves, size: int) -> np.ndarray:
     return np.concatenate([np.asarray(x, np.float64).reshape(size, -1) for x in jax.tree.leaves(leaves)], axis=1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", quick([1, 2, 3, 8], 3))
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 def test_it_is_the_published_algorithm(subtract: str, size: int):
     """Twenty steps; vectors and small matrices are averaged; the mean residual is exact."""
@@ -144,7 +145,7 @@ def test_zeros_and_low_ranks_stay_finite_and_forget_no_direction():
     assert all(np.linalg.matrix_rank(x, tol=1e-3 * np.abs(x).max()) == RANK for x in low.values())
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30, 3e38])
+@pytest.mark.parametrize("scale", quick([1e-30, 1e-12, 1e30, 3e38], 1e-30, 3e38))
 def test_magnitudes_neither_overflow_nor_vanish(scale: float):
     state, update = start(preset(), 2)
     for _ in range(3):
@@ -261,7 +262,7 @@ def test_what_is_refused():
         twice(jnp.zeros((2, 2)))
 
 
-@pytest.mark.parametrize(("old", "new"), [(8, 3), (3, 8), (2, 4), (4, 2), (1, 7)])
+@pytest.mark.parametrize(("old", "new"), quick([(8, 3), (3, 8), (2, 4), (4, 2), (1, 7)], (8, 3)))
 def test_with_another_number_of_workers_the_factors_stay(old: int, new: int):
     state, update = start(preset(), old)
     for given in gradients(old, 2):

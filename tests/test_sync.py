@@ -84,13 +84,14 @@ def test_sync_is_update_left_sparse(tx: jsparse.SparseAllReduce, checked: bool):
     np.testing.assert_array_equal(jsparse.residual(state), before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("split", "select", "flat"),
     [
-        pytest.param("all_to_all", jsparse.select.TopK, False, marks=pytest.mark.full),
-        pytest.param("rotate", jsparse.select.TopK, False, marks=pytest.mark.full),
-        pytest.param("all_to_all", jsparse.select.SampledThreshold, False, marks=pytest.mark.full),
-        pytest.param("rotate", jsparse.select.SampledThreshold, False, marks=pytest.mark.full),
+        ("all_to_all", jsparse.select.TopK, False),
+        ("rotate", jsparse.select.TopK, False),
+        ("all_to_all", jsparse.select.SampledThreshold, False),
+        ("rotate", jsparse.select.SampledThreshold, False),
         ("all_to_all", jsparse.select.SampledThreshold, True),
     ],
 )
@@ -284,10 +285,11 @@ def test_a_malformed_sparse_vector_is_refused(values, indices):
         jax.vmap(functools.partial(jsparse.sync, tx), axis_name=AXIS)(x, state)
 
 
-@pytest.mark.parametrize("kept", quick([True, False], False))
-@pytest.mark.parametrize("density", quick([0.02, 0.3], 0.3))
-@pytest.mark.parametrize("capacity", quick([0, 12], 12))
-@pytest.mark.parametrize("preset", quick([jsparse.oktopk, jsparse.gtopk, jsparse.topk_allgather], jsparse.gtopk))
+@pytest.mark.full
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("density", [0.02, 0.3])
+@pytest.mark.parametrize("capacity", [0, 12])
+@pytest.mark.parametrize("preset", [jsparse.oktopk, jsparse.gtopk, jsparse.topk_allgather])
 def test_buffers_of_any_length(preset, capacity: int, density: float, kept: bool):
     """Of a sparse leaf and of the selector: the results are those of an array."""
     n = 100

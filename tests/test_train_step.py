@@ -166,6 +166,7 @@ def test_the_loss_reaches_transforms_that_want_it():
     np.testing.assert_allclose(state.opt_state[1][1].best_value, loss)
 
 
+@pytest.mark.full
 def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
     tx = chain(after=optax.apply_if_finite(optax.adam(0.1), 5))
     step = jsparse.train_step(loss_fn, tx, transports.mesh(SIZE), AXIS)

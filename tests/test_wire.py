@@ -103,7 +103,7 @@ def test_the_room_that_indices_take(n: int, density: float, more: int):
     assert words <= Compact().words(capacity, min(n + more, 2**31 - 1), jnp.float32)
 
 
-@pytest.mark.parametrize("number", range(len(WIRES)))
+@pytest.mark.parametrize("number", quick(range(len(WIRES)), 1, 4))
 def test_bytes(number: int):
     each, others = SIZES[number]
     wire = WIRES[number]
