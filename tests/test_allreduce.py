@@ -122,7 +122,7 @@ CROWDS = {
 }
 
 
-@pytest.mark.parametrize("crowd", CROWDS)
+@pytest.mark.parametrize("crowd", quick(CROWDS, next(iter(CROWDS))))
 def test_crowds_are_dealt_evenly(crowd: str):
     """If regions were of consecutive indices, messages would be up to P times as long."""
     sets = [CROWDS[crowd][w::8][:K] for w in range(P)]

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jsparse
 from gpus import devices, needs_plugin
 from jsparse._comm.traffic import COLLECTIVES
+from tiers import quick
 
 AXIS = "workers"
 # From the backward pass's point of view the last is the first. Equal sizes would be fused
@@ -34,7 +35,7 @@ PRESETS = {
 RAGGED = {"ragged": lambda: jsparse.oktopk(AXIS, density=0.01, split="ragged")}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", quick(PRESETS, "oktopk"))
 def test_a_message_waits_only_for_the_gradients_of_its_bucket_and_those_before(preset: str):
     tx, mesh = PRESETS[preset](), Mesh(np.array(jax.devices()[:4]), (AXIS,))
     leaves = [jnp.zeros(size) for size in (10_000, 11_000, 12_000)]

@@ -262,8 +262,9 @@ def test_what_is_refused():
         twice(jnp.zeros((2, 2)))
 
 
-@pytest.mark.parametrize(("old", "new"), quick([(8, 3), (3, 8), (2, 4), (4, 2), (1, 7)], (8, 3)))
-def test_with_another_number_of_workers_the_factors_stay(old: int, new: int):
+@pytest.mark.parametrize("sizes", quick([(8, 3), (3, 8), (2, 4), (4, 2), (1, 7)], (8, 3)))
+def test_with_another_number_of_workers_the_factors_stay(sizes: tuple[int, int]):
+    old, new = sizes
     state, update = start(preset(), old)
     for given in gradients(old, 2):
         _, state = update(given, state)

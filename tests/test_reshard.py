@@ -135,9 +135,10 @@ def test_a_move_to_as_many_workers_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), quick([((2, 4), (4, 2)), ((4, 2), (3, 2)), ((2, 3), (1, 4)), ((1, 1), (2, 4))], ((4, 2), (3, 2)))
+    "shapes", quick([((2, 4), (4, 2)), ((4, 2), (3, 2)), ((2, 3), (1, 4)), ((1, 1), (2, 4))], ((4, 2), (3, 2)))
 )
-def test_nodes_and_workers_in_them_may_both_change(old, new):
+def test_nodes_and_workers_in_them_may_both_change(shapes: tuple[tuple[int, int], tuple[int, int]]):
+    old, new = shapes
     rng, (m, g), size = np.random.default_rng(0), old, new[0] * new[1]
     tx = jsparse.hitopk(*LEVELS, density=0.05, allreduce=jsparse.allreduce.OkTopk())
     state = jax.tree.map(np.asarray, jsparse.init(tx, PARAMS, nodes(m, g), LEVELS))

@@ -101,7 +101,7 @@ def test_what_is_selected_reaches_the_threshold(select):
         assert state.selected[0] == np.count_nonzero(np.abs(acc) >= state.threshold[0])
 
 
-@pytest.mark.parametrize("select", OTHERS, ids=repr)
+@pytest.mark.parametrize("select", quick(OTHERS, *OTHERS[::3]), ids=repr)
 def test_what_is_selected_is_of_the_vector(select):
     k = round(select.density * N)
     for acc, values, indices, state in run(select, gradients(5), 0.2):
