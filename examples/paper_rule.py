@@ -13,7 +13,6 @@ Run ``python -m examples.paper_rule --help`` from the repository's root.
 """
 
 import argparse
-import collections
 import functools
 import json
 import pathlib
@@ -30,6 +29,7 @@ import rich.table
 from flax import nnx
 
 import jsparse
+from examples.data import read_ptb
 from examples.models import ConvNet
 from jsparse.bench.images import load_images
 from jsparse.bench.nets import dense
@@ -83,10 +83,9 @@ def text_task(workers: int, args: argparse.Namespace, rng: np.random.Generator) 
     """An LSTM on the Penn Treebank."""
     if args.data_dir is None:
         raise ValueError("ptb is read from a file: name the directory of its folder with --data-dir")
-    words = (args.data_dir / "ptb" / "ptb.train.txt").read_text().replace("\n", " <eos> ").split()
-    number = {word: i for i, (word, _) in enumerate(collections.Counter(words).most_common())}
-    text = np.array([number[word] for word in words], np.int32)
-    net, length = LanguageModel(len(number), 128, nnx.Rngs(args.seed)), 20
+    read = read_ptb(args.data_dir / "ptb")
+    text = read.train
+    net, length = LanguageModel(len(read.words), 128, nnx.Rngs(args.seed)), 20
 
     def batches():
         while True:
