@@ -179,6 +179,11 @@ def test_random_k_is_uniform(density: float, shared: bool):
         assert abs(common - expected) < 5 * np.sqrt(expected)
 
 
+def test_random_elements_are_the_same_on_all_workers_by_default():
+    ones = np.ones(N, np.float32)
+    np.testing.assert_array_equal(at_steps(RandomK(DENSITY), ones, 3), at_steps(RandomK(DENSITY), ones, 3, rank=1))
+
+
 def test_random_k_drops_zeros():
     acc = (np.arange(N) % 4 > 0).astype(np.float32)
     chosen = at_steps(RandomK(DENSITY), acc, 50)
