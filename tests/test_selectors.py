@@ -132,6 +132,16 @@ def test_the_count_stays_near_k_for_200_steps(select, limit: float, share: float
     assert max(selected) <= 2 * K
 
 
+@pytest.mark.parametrize("select", [*SELECTORS, *OTHERS], ids=repr)
+def test_the_first_state_has_the_form_of_all_others(select):
+    """So the second step compiles nothing, and a state can go through a loop."""
+    first = select.init(N, jnp.float32)
+    after = jax.eval_shape(select, jnp.zeros(N), first, jnp.int32(0), jnp.int32(0))[1]
+    assert jax.tree.structure(after) == jax.tree.structure(first)
+    forms = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in (first, after)]
+    assert forms[0] == forms[1]
+
+
 def at_steps(select, acc: np.ndarray, steps: int, rank: int = 0) -> np.ndarray:
     """Which elements of a vector are selected in successive steps: bools, shape ``(steps, n)``."""
 
