@@ -83,9 +83,9 @@ def text_task(workers: int, args: argparse.Namespace, rng: np.random.Generator) 
     """An LSTM on the Penn Treebank."""
     if args.data_dir is None:
         raise ValueError("ptb is read from a file: name the directory of its folder with --data-dir")
-    read = read_ptb(args.data_dir / "ptb")
-    text = read.train
-    net, length = LanguageModel(len(read.words), 128, nnx.Rngs(args.seed)), 20
+    ptb = read_ptb(args.data_dir / "ptb")
+    text = ptb.train
+    net, length = LanguageModel(len(ptb.words), 128, nnx.Rngs(args.seed)), 20
 
     def batches():
         while True:

@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_teardown(item, nextitem):
     # Executables stay mapped into memory, and Linux grants a process 65,530 mappings: then it
-    # dies in the compiler. One test may need a thousand.
+    # dies in the compiler. One test may need hundreds.
     if PROCESS.exists() and next(TESTS) % 10 == 0 and len(PROCESS.read_bytes().splitlines()) > 30_000:
         jax.clear_caches()
         gc.collect()

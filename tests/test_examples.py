@@ -223,7 +223,6 @@ def test_fill_in(tmp_path, capsys):
         pytest.param("demo", 16, marks=pytest.mark.slow),
         pytest.param("mnist", 16, marks=pytest.mark.slow),
         pytest.param("ptb", 8, marks=pytest.mark.slow),
-        pytest.param("ptb", 16, marks=pytest.mark.slow),
     ],
 )
 def test_oktopk_is_near_its_papers_rule(task: str, workers: int, tmp_path):
