@@ -17,7 +17,7 @@ demo: $(VENV)/examples.stamp
 test: TIER = quick
 test-rest: TIER = rest
 test-all: TIER = all
-test test-rest test-all: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp
+test test-rest test-all: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp $(VENV)/flax.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --tier $(TIER) $(ARGS)
 
 # Faults that a machine puts into a copy of the code, and that the short tests miss.
@@ -49,6 +49,13 @@ $(VENV)/mpi.stamp: $(VENV)/test.stamp
 		CUDA_PATH=$$none PATH="$(abspath $(BIN)):$$PATH" \
 		$(BIN)/python -m pip install --quiet --no-cache-dir --editable '.[mpi]' || \
 		echo "mpi4jax could not be installed: tests of MPI will be skipped"
+	@touch $@
+
+# At best effort too: other libraries' loops. Flax's are in its source distribution, which stays packed.
+$(VENV)/flax.stamp: tests/loops/flax.txt $(VENV)/loops.stamp
+	rm -rf $(VENV)/sdist && $(BIN)/python -m pip download --quiet --no-deps --no-binary :all: \
+		--require-hashes --dest $(VENV)/sdist --requirement $< || \
+		echo "Flax's source distribution could not be downloaded: tests of its loops will be skipped"
 	@touch $@
 
 # At best effort too: what compiles for GPUs, without one. Not into the environment, where JAX would look for the GPU at

@@ -1,4 +1,4 @@
-"""Shows a comparison of training runs as a table and a plot."""
+"""Shows training runs: a comparison as a table and a plot, and one run's metrics as a plot."""
 
 import pathlib
 from typing import Any
@@ -73,4 +73,24 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     for axes in (loss, by_step, by_bytes, sent):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_metrics(lines: list[dict[str, float]], path: pathlib.Path) -> None:
+    """Draws what ``jsparse.metrics`` told of each step of a run."""
+    panels = {
+        "bytes": "bytes sent by a worker",
+        "density": "density of the update",
+        "residual_over_update": "residual's norm over the update's",
+        "age": "age of the residual, steps",
+    }
+    figure, all_axes = plt.subplots(2, 2, figsize=(11, 6), layout="constrained", sharex=True)
+    steps = [line["jsparse/step"] for line in lines]
+    for axes, (name, label) in zip(all_axes.flat, panels.items(), strict=True):
+        axes.plot(steps, [line[f"jsparse/{name}"] for line in lines], linewidth=1)
+        axes.set(ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    for axes in all_axes[-1]:
+        axes.set(xlabel="step")
+    figure.savefig(path, dpi=80)
     plt.close(figure)

@@ -1,9 +1,10 @@
 """jsparse: sparse gradient all-reduces as optax transformations, for slow networks."""
 
 from . import allreduce, cost, data, quantize, select, wire
+from ._comm.collectives import Traffic
 from ._comm.comm import AxisComm, Comm
 from ._comm.mpi import MpiComm
-from ._comm.traffic import Traffic, traffic
+from ._comm.traffic import traffic
 from ._engine.memory import ErrorFeedback
 from ._engine.phases import phases
 from ._engine.state import SparseAllReduceState
@@ -29,8 +30,11 @@ from ._share.parts import in_parts, map_in_parts
 from ._share.sharded import sharded
 from ._share.trust_ratio import lamb, lars, scale_by_trust_ratio
 from ._train.gradients import local_value_and_grad
+from ._train.metrics import metrics
+from ._train.over_mesh import over_mesh, worker_value_and_grad
 from ._train.per_worker import PerWorkerState, ShardedState, per_worker
 from ._train.placement import state_specs
+from ._train.rounds import LocalState, LocalSteps, local_steps
 from ._train.state import TrainState, sync_params
 from ._train.stats import Stats, residual, stats
 from ._train.step import TrainStep, train_step
@@ -41,6 +45,8 @@ __all__ = [
     "AxisComm",
     "Comm",
     "ErrorFeedback",
+    "LocalState",
+    "LocalSteps",
     "MpiComm",
     "PerWorkerState",
     "ShardedState",
@@ -67,9 +73,12 @@ __all__ = [
     "init",
     "lamb",
     "lars",
+    "local_steps",
     "local_value_and_grad",
     "map_in_parts",
+    "metrics",
     "oktopk",
+    "over_mesh",
     "parameter_server",
     "per_worker",
     "phases",
@@ -95,4 +104,5 @@ __all__ = [
     "traffic",
     "train_step",
     "wire",
+    "worker_value_and_grad",
 ]

@@ -220,6 +220,12 @@ def oktopk_selecting(make: Callable[[float], Any]) -> Callable[..., jsparse.Spar
     return lambda comm, density: jsparse.oktopk(comm, density=density, select=make(density))
 
 
+def in_tiles(comm: Any, density: float, **kwargs: Any) -> jsparse.SparseAllReduce:
+    """The largest 3 of every 60, the default density, in tiles of 8 by 8."""
+    select, gather = jsparse.select.BlockTopK(round(60 * density), 60), jsparse.allreduce.TopkAllGather()
+    return jsparse.sparse_allreduce(comm, select=select, allreduce=gather, tiles=8, **kwargs)
+
+
 def dense_first(dense: Any, *sparse: Any) -> jsparse.SparseAllReduce:
     """Phases of two steps each; the last has no end."""
     *stages, last = dense, *sparse
@@ -430,6 +436,14 @@ ROWS = [
     Row("topk_allgather-dgc", topk_allgather_selecting(select.DgcThreshold), sizes=(3,)),
     Row("topk_allgather-nonzero", topk_allgather_selecting(select.NonZero), sizes=(3,)),
     Row("topk_allgather-bucketed", topk_allgather_selecting(lambda d: select.BucketedTopK(d, 64)), sizes=(3,)),
+    # 3 of every 60, the default density.
+    Row(
+        "topk_allgather-block",
+        lambda comm, density: jsparse.topk_allgather(comm, select=select.BlockTopK(round(60 * density), 60)),
+        oracles.topk_allgather,
+        (3, 8),
+        selects=lambda acc, step, rank, last: oracles.block_top_k(acc, 3, 60),
+    ),
     Row("topk_allgather-chunked", topk_allgather_selecting(select.ChunkedTopK), sizes=(3,)),
     Row("topk_allgather-random_k", topk_allgather_selecting(select.RandomK), sizes=(3,), waits=4),
     Row(
@@ -534,7 +548,7 @@ ROWS = [
         sizes=(3,),
         sparse=False,
         card=Card(
-            "TernGrad, signs, 8 bits, bfloat16, float16: b bits a value",
+            "TernGrad, signs, 4 or 8 bits, bfloat16, float16: b bits a value",
             "`b/4 n (P-1)/P`",
             "n, or none",
             "bytes should halve, nothing else change",
@@ -556,6 +570,20 @@ ROWS = [
     Row(
         "quantized-terngrad",
         lambda comm, density: jsparse.quantized(comm, quantize=quantize.TernGrad(contract=True)),
+        sizes=(3,),
+        sparse=False,
+        exact=False,
+    ),
+    Row(
+        "quantized-float4",
+        lambda comm, density: jsparse.quantized(comm, quantize=quantize.Float4()),
+        sizes=(3,),
+        sparse=False,
+        exact=False,
+    ),
+    Row(
+        "quantized-int4",
+        lambda comm, density: jsparse.quantized(comm, quantize=quantize.Int4(), split=False),
         sizes=(3,),
         sparse=False,
         exact=False,
@@ -648,6 +676,12 @@ ROWS = [
         dense_steps=2,
     ),
     Row(
+        "phases-tiles",
+        lambda comm, density: dense_first(jsparse.dense(comm), in_tiles(comm, density)),
+        sizes=(3,),
+        dense_steps=2,
+    ),
+    Row(
         "powersgd",
         powersgd(),
         sizes=(1, 2, 3, 7, 8),
@@ -678,5 +712,7 @@ ROWS = [
         ),
         sizes=(4,),
     ),
+    Row("general-tiles", in_tiles, sizes=(3,)),
+    Row("general-tiles-leaf", lambda comm, density: in_tiles(comm, density, scope="leaf", dense_below=10), sizes=(3,)),
 ]
 QUICK = quick_rows()

@@ -217,6 +217,7 @@ def check_training():
     everyone = WORLD.allgather(jax.tree.map(np.asarray, (state.params, state.model_state, got, aux)))
     jax.tree.map(np.testing.assert_array_equal, everyone[0], everyone[-1])
     assert jsparse.stats(state.opt_state).step == 3
+    assert jsparse.metrics(state)["jsparse/bytes"] == 4 * jsparse.stats(state).words[0]
     assert not jsparse.residual(state.opt_state).any()
 
 
@@ -239,6 +240,42 @@ def check_replicas_that_differ():
     np.testing.assert_array_equal(step.sync_params(state).params["w"][0], average["w"])
 
 
+def check_rounds():
+    """Streaming rounds of local steps, as simulated workers take them."""
+
+    def loss(params, batch):
+        return loss_fn(params, batch, None, jax.random.key(0))[0]
+
+    def run(comm, mapped):
+        sync = jsparse.topk_allgather(comm, density=0.2)
+        options = {"every": 4, "fragments": 2, "overlap": 1, "merge": 0.5}
+        step = jsparse.local_steps(loss, optax.adam(1e-2), None, comm, sync=sync, **options)
+        params, batches = training()
+        stacked = [jax.tree.map(lambda x: np.stack([x] * 4), batch) for batch in batches]
+        state = mapped(lambda _: step.init(params))(jnp.arange(SIZE))
+        for batch in stacked:
+            parts = jax.tree.map(lambda x: np.stack(np.split(x, SIZE, axis=1)), batch)
+            state, losses = mapped(step)(state, parts)
+        return state, losses
+
+    def here(fn):
+        def own(*args):
+            first = jax.tree.map(lambda x: x[RANK] if x.shape[0] == SIZE else x, args[-1])
+            return fn(*args[:-1], first)
+
+        return own
+
+    state, losses = run(jsparse.MpiComm(), here)
+    simulated, wanted = run("workers", functools.partial(jax.vmap, axis_name="workers"))
+    np.testing.assert_allclose(losses, wanted[RANK], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b[RANK], rtol=1e-4, atol=1e-6), state.params, simulated.params
+    )
+    everyone = WORLD.allgather(jax.tree.map(np.asarray, state.params))
+    jax.tree.map(np.testing.assert_array_equal, everyone[0], everyone[-1])
+    np.testing.assert_array_equal(state.opt_state.counts.inner.taken, 4)
+
+
 def refused(message: str, fn: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(ValueError, match=message):
         fn(*args)
@@ -251,7 +288,9 @@ def check_refusals():
     refused("different values of", jsparse.init, dense, differing, None, comm)
     refused("nothing in the chain communicates", jsparse.init, optax.sgd(0.1), params, None, comm)
     refused("optax.MultiSteps", jsparse.init, optax.MultiSteps(dense, 2), params, None, comm)
-    refused("pass a mesh, or a Comm", jsparse.train_step, loss_fn, dense, None, "data")
+    unlike = {"steps": range(SIZE), "every": SIZE}
+    refused("leave steps out", functools.partial(jsparse.local_steps, **unlike), loss_fn, optax.sgd(0.1), None, comm)
+    refused("is not bound here", jsparse.train_step(loss_fn, dense, None, "data").init, params)
     refused("a Comm needs mesh=None", jsparse.train_step, loss_fn, dense, jax.make_mesh((1,), ("data",)), comm)
     refused("pass an mpi4py communicator", jsparse.MpiComm, "world")
     refused("one of them twice", jsparse.torus, comm, comm)
@@ -266,6 +305,7 @@ CHECKS = [
     check_a2sgd,
     check_training,
     check_replicas_that_differ,
+    check_rounds,
     check_refusals,
 ]
 

@@ -150,6 +150,34 @@ def stochastic_in_buckets(
     return np.concatenate([*chosen, np.zeros(0, int)])
 
 
+def block_top_k(acc: np.ndarray, k: int, block: int) -> np.ndarray:
+    """The k largest magnitudes of each block: ascending indices.
+
+    Of a shorter last block k is scaled by its length, and at least 1.
+    """
+    begins = range(0, len(acc), block)
+    parts = [acc[begin : begin + block] for begin in begins]
+    counts = [max(1, round(min(k, block) / block * len(part))) for part in parts]
+    chosen = [begin + top_k(part, count) for begin, part, count in zip(begins, parts, counts, strict=True)]
+    return np.concatenate([*chosen, np.zeros(0, int)])
+
+
+def tile_order(shape: tuple[int, ...], side: int | None) -> np.ndarray:
+    """A leaf's elements in the order of its tiles, by their places in the leaf.
+
+    Elements of a tile are compared by the kind of their tile first (whole, at the right edge, at
+    the bottom, in the corner), then by the tile's place, then by their own.
+    """
+    places = np.arange(math.prod(shape))
+    lengths = [length for length in shape if length > 1]
+    if side is None or len(lengths) < 2:
+        return places
+    rows, columns = math.prod(lengths[:-1]), lengths[-1]
+    row, column = places // columns, places % columns
+    narrow, low = column >= columns // side * side, row >= rows // side * side
+    return np.lexsort((column, row, column // side, row // side, narrow, low))
+
+
 def reused_threshold(acc: np.ndarray, k: int, last: float, step: int, period: int) -> np.ndarray:
     """Lines 2 to 4 of Ok-Topk's Algorithm 1, and what they select: ascending indices.
 
@@ -437,6 +465,21 @@ def qsgd_rounding(gradients: np.ndarray, levels: int = 4, bucket: int = 512) -> 
     n = gradients.shape[1]
     rows = np.pad(gradients.astype(np.float64), ((0, 0), (0, -n % bucket))).reshape(len(gradients), -1, bucket)
     return np.repeat(np.linalg.norm(rows, axis=2).sum(0) / levels, bucket)[:n]
+
+
+def nearest(values: np.ndarray, magnitudes: np.ndarray, bucket: int | None) -> np.ndarray:
+    """Each value rounded to the nearest of plus or minus these magnitudes, times a scale.
+
+    The scale is the largest magnitude of the value's bucket, which is not zero.
+    """
+    rounded = np.zeros_like(values)
+    for begin in range(0, len(values), bucket or len(values)):
+        part = values[begin : begin + (bucket or len(values))]
+        scale = np.abs(part).max()
+        levels = np.sort(np.concatenate([-magnitudes, magnitudes])) * scale.astype(np.float64)
+        chosen = np.argmin(np.abs(part[:, None].astype(np.float64) - levels), axis=1)
+        rounded[begin : begin + len(part)] = levels[chosen]
+    return rounded
 
 
 class Projected(NamedTuple):

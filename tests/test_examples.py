@@ -2,12 +2,14 @@
 
 import argparse
 import gzip
+import importlib.util
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from test_readers import learnable
 
 import jsparse
+import processes
 from examples import fill_in, paper_rule, train, unlike
 from jsparse import cli, cost
 from jsparse._presets import files
@@ -83,6 +86,69 @@ def test_example_5_sparse_data(tmp_path):
     losses = figures_of("5_sparse_data", "loss", tmp_path / "rows", "--epochs", 30)
     assert len(losses) == 30
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.full
+def test_example_6_sharded_model():
+    """In one process that stands for four hosts."""
+    losses = figures_of("6_sharded_model", "loss", "--algorithm", "oktopk", "dense", "--steps", 100)
+    assert len(losses) == 4
+    assert losses[1] < losses[0]
+    assert losses[3] < losses[2]
+
+
+@pytest.mark.full
+def test_example_6_in_a_process_for_each_host():
+    """Two of them; the bytes are those of the program's longest messages, or fewer."""
+    options = ["--algorithm", "oktopk", "dense", "--width", "16", "--steps", "8"]
+    options += ["--distributed", f"localhost:{processes.free_port()}", "--processes", "2", "--rank"]
+    command = [sys.executable, "-m", "examples.6_sharded_model", *options]
+    started = [subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    try:
+        out = [process.communicate(timeout=480)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+    assert "parameters on 2 hosts of 2 devices" in out[0]
+    figures = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?= bytes, of| by the)", out[0])]
+    sparse, longest, dense, all_of_it = figures
+    assert 0 < sparse <= longest < dense / 3
+    assert dense < all_of_it < 1.01 * dense
+
+
+@pytest.mark.full
+def test_example_7_metrics(tmp_path):
+    """A line of JSON for each step, a plot, and the same figures in TensorBoard's file."""
+    board = [] if importlib.util.find_spec("tensorboardX") is None else ["--tensorboard", tmp_path / "runs"]
+    plot = tmp_path / "x.png"
+    ages = figures_of("7_metrics", "age", tmp_path / "x.jsonl", "--epochs", 3, "--plot", plot, *board)
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [line["jsparse/step"] for line in lines] == list(range(1, 1 + len(lines)))
+    assert ages == [round(line["jsparse/age"], 1) for line in lines[len(lines) // 3 - 1 :: len(lines) // 3]]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert all(0 < line["jsparse/share_of_dense"] < 0.1 for line in lines)
+    if board:
+        (events,) = (tmp_path / "runs").iterdir()
+        written = list(scalars(events.read_bytes()))
+        wanted = [(name, number) for number, line in enumerate(lines) for name in line]
+        assert [(name, number) for name, number, _ in written] == wanted
+        np.testing.assert_allclose([value for _, _, value in written], [x for line in lines for x in line.values()])
+
+
+def scalars(data: bytes):
+    """The name, step and value of each scalar in one of TensorBoard's files.
+
+    A record has its length in 8 bytes, their check sum in 4, the event, and its check sum.
+    """
+    from tensorboardX.proto import event_pb2
+
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + length])
+        yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+        data = data[16 + length :]
 
 
 @pytest.mark.full
@@ -447,6 +513,32 @@ def test_plan(tmp_path, capsys):
 
 
 @pytest.mark.full
+def test_plan_of_rounds(capsys):
+    """It sends what a step sends. At the bandwidths told, it takes as long as told."""
+    rounds = ["--every", "30", "--fragments", "3", "--overlap", "2"]
+
+    def planned(*more: str, bandwidth: str = "1") -> dict[str, dict[str, Any]]:
+        arguments = ["--parameters", "1e9", "--workers", "4", "--bandwidth", bandwidth, "--step-time", "1000"]
+        cli.main(["plan", *arguments, *more, "--json", "-"])
+        return {result["name"]: result for result in json.loads(capsys.readouterr().out)["algorithms"]}
+
+    results, every_step = planned(*rounds), planned()
+    for name, result in results.items():
+        if name != "a2sgd":  # Which sends two numbers, however long a fragment is.
+            assert result["bytes"]["expected"] == pytest.approx(every_step[name]["bytes"]["expected"], rel=0.01)
+        one = result["communication_ms"]["expected"] / 3
+        assert result["step_ms"] == pytest.approx((30_000 + 3 * max(0, one - 2000)) / 30)
+    for part, gbit in results["dense"]["gbit"].items():
+        slow = planned(*rounds, bandwidth=repr(gbit))["dense"]
+        assert slow["step_ms"] == pytest.approx(1000 / float(part), rel=1e-6)
+    assert results["dense"]["gbit"]["0.5"] < every_step["dense"]["gbit"]["0.5"] / 30
+    cli.main(["plan", "--parameters", "1e9", "--workers", "4", "--bandwidth", "1", "--step-time", "1000", *rounds])
+    out = capsys.readouterr().out
+    assert "rounds of 30 steps" in out
+    assert "95 %" in out
+
+
+@pytest.mark.full
 def test_plan_says_when_dense_wins(tmp_path, capsys):
     arguments = ["--bandwidth", "400", "--gpus-per-node", "8", "--step-time", "100", "--selection-time", "50"]
     cli.main([*PLAN, *arguments, "--plot", str(tmp_path / "x.png")])
@@ -459,6 +551,41 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
     sends = {result["name"]: result["sends_bytes"] for result in figures["algorithms"]}
     assert [name for name, sent in sends.items() if not sent] == ["dense_hierarchical"]
     assert sends["torus"] == sends["dense"]
+
+
+@pytest.mark.full
+def test_plan_of_a_sharded_model(tmp_path, capsys):
+    """Each GPU of a worker sends a part of it; with a link each they take a part of the time."""
+    plot, path = tmp_path / "x.png", tmp_path / "x.json"
+    # More elements than one vector can have, and no multiple of the shards.
+    cli.main([*PLAN, "--parameters", "8000000001", "--shards", "8", "--json", str(path), "--plot", str(plot)])
+    out = capsys.readouterr().out
+    assert "32 workers of 8 GPUs" in out
+    assert "MB a worker" in out
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    figures = json.loads(path.read_text())
+    assert (figures["shards"], figures["node"]["gpus"], figures["node"]["links"]) == (8, 8, 1)
+    results = {result["name"]: result for result in figures["algorithms"]}
+    own, kept = 1_000_000_001, 1_000_000
+    assert results["dense"]["bytes"]["expected"] == 8 * own * 31 / 32
+    for result in results.values():
+        assert result["worker_bytes"]["expected"] == 8 * result["bytes"]["expected"]
+        assert result["sends_bytes"]
+        if "oktopk" not in result["name"]:
+            assert result["sends_bytes"][0] <= 1.01 * result["bytes"]["worst"] + 64
+    assert results["topk_allgather"]["sends_bytes"] == [8 * kept * 31 + 16] * 2
+
+    cli.main([*PLAN, "--parameters", "8e9", "--shards", "8", "--links", "8", "--json", "-"])
+    linked = {result["name"]: result for result in json.loads(capsys.readouterr().out)["algorithms"]}
+    for name in ("dense", "topk_allgather"):
+        times = [plan[name]["communication_ms"]["expected"] for plan in (results, linked)]
+        assert times[0] == pytest.approx(8 * times[1], rel=0.01)
+    # Nodes of two workers have two levels.
+    cli.main([*PLAN, "--shards", "4", "--gpus-per-node", "8", "--json", str(path)])
+    assert "32 workers of 4 GPUs in nodes of 8" in capsys.readouterr().out
+    names = {result["name"]: result["sends_bytes"] for result in json.loads(path.read_text())["algorithms"]}
+    assert names["hitopk"]
+    assert names["torus"] == names["dense"]
 
 
 @pytest.mark.parametrize(
@@ -475,6 +602,10 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
         ([*PLAN, "--parameters", "0"], "--parameters is 0"),
         ([*PLAN, "--bandwidth", "0"], "0.0 Gbit/s"),
         ([*PLAN, "--gpus-per-node", "5"], "32 workers do not fill nodes of 5"),
+        ([*PLAN, "--gpus-per-node", "0"], "gpus is 0"),
+        ([*PLAN, "--shards", "0"], "--shards is 0"),
+        ([*PLAN, "--shards", "3", "--gpus-per-node", "4"], "choose shards that divide 4"),
+        ([*PLAN, "--links", "2"], "links is 2"),
         ([*PLAN, "--selection-time", "-1"], "at least 0"),
         ([*PLAN, "--step-time", "nan"], "finite and at least 0"),
         ([*PLAN, "--selection-time", "inf"], "finite and at least 0"),

@@ -212,7 +212,16 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.m
 
 
 # Pages whose code trains for some seconds.
-LONG = ("docs/quickstart.md", "docs/clusters.md", "docs/algorithms.md", "docs/non_finite.md")
+LONG = (
+    "docs/quickstart.md",
+    "docs/clusters.md",
+    "docs/algorithms.md",
+    "docs/non_finite.md",
+    "docs/metrics.md",
+    "docs/sharded.md",
+    "docs/local_steps.md",
+    "docs/reshard.md",
+)
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,17 @@ def corrected(row: Row, gradient: np.ndarray, state: jsparse.SparseAllReduceStat
 
 
 def buckets(row: Row) -> list[np.ndarray]:
-    """Which of the N elements each bucket holds; none, where nothing is kept."""
+    """Which of the N elements each bucket holds, in its order; none, where nothing is kept."""
     if not row.alike:
         return []
     offsets = list(itertools.accumulate((math.prod(s) for s in transports.SHAPES.values()), initial=0))
-    plan = transports.composition(row).space.buckets(jax.tree.leaves(transports.zeros()))
-    return [np.concatenate([np.arange(offsets[leaf], offsets[leaf + 1]) for leaf in bucket.ids]) for bucket in plan]
+    leaves, space = jax.tree.leaves(transports.zeros()), transports.composition(row).space
+
+    def places(leaf: int, dense: bool) -> np.ndarray:
+        return offsets[leaf] + oracles.tile_order(leaves[leaf].shape, None if dense else space.tiles)
+
+    plan = space.buckets(leaves)
+    return [np.concatenate([places(leaf, bucket.dense) for leaf in bucket.ids]) for bucket in plan]
 
 
 def embed(row: Row, vectors: np.ndarray, size: int) -> np.ndarray:
@@ -277,8 +282,11 @@ def test_a_non_finite_gradient_is_seen_by_all_and_changes_nothing(row: Row, size
             jax.tree.map(np.testing.assert_array_equal, step.before.buckets, step.after.buckets)
             np.testing.assert_array_equal(step.before.step, step.after.step)
             assert not np.any(step.after.report.delivered)
+            np.testing.assert_array_equal(step.after.report.skipped, step.before.report.skipped + 1)
         else:
             assert not np.isfinite(step.updates[:, 700]).any()
+    assert (steps[0].after.report.skipped == 0).all()
+    np.testing.assert_array_equal(steps[-1].after.report.skipped, steps[-2].after.report.skipped)
     # What keeps no state counts steps that it does not undo, and draws by their number.
     clean = list(run(row, size, [before, *([0 * gradient] * 3 if row.lossy else []), after]))
     np.testing.assert_array_equal(steps[-1].updates, clean[-1].updates)
@@ -327,18 +335,22 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
         yield of._replace(memory=jax.tree.map(lambda leaf, n=n: vector(leaf, n), of.memory))
 
 
+# Rows for which tests that take long are quick ones.
+LONG = ("oktopk", "topk_allgather", "gtopk")
+
+
 def over_transports() -> Iterator[Any]:
     """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one
     level alone.
 
-    In the quick tests only the presets' own rows are run, and one of them over other transports
-    than ``shard_map``.
+    In the quick tests only a few rows are run, and one of them over other transports than
+    ``shard_map``.
     """
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
             slow = few and size != row.usual_size
-            yield case(row, size, "shard_map", slow=slow, full=row.name != row.preset or row.name == "phases")
+            yield case(row, size, "shard_map", slow=slow, full=row.name not in (*LONG, "dense", "hitopk"))
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
             yield case(row, row.usual_size, transport, slow=few, full=row.name != "topk_allgather")
 
@@ -371,7 +383,7 @@ def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllRed
 @pytest.mark.parametrize(
     "row, size",
     [
-        case(row, size, slow=size == 8)
+        case(row, size, slow=size == 8, full=row.name != row.preset)
         for row in ROWS
         if row.alike and len(row.sizes) > 2
         for size in some(row, 1, 3, 8)
@@ -388,7 +400,7 @@ def test_density_1_is_dense(row: Row, size: int):
 @pytest.mark.parametrize(
     "row, size",
     [
-        case(row, size, full=row.name != row.preset or row.name == "phases")
+        case(row, size, full=row.name not in LONG)
         for row in ROWS
         for size in some(row, *([2, 8] if row.name in QUICK else []))
     ],

@@ -18,6 +18,7 @@ from gpus import Compiled, lowered, needs_plugin
 from kernels_pallas import _implementation
 from kernels_pallas.bench.operations import draw, operations
 from kernels_pallas.shapes import MODELS, Shape
+from tiers import quick
 
 ROW = {op.name: op for op in operations()}
 KERNELS = {"triton": "custom_call @__gpu$xla.gpu.triton", "mosaic": "custom_call @mosaic_gpu"}
@@ -37,7 +38,7 @@ def program(name: str, form: str | None, n: int):
 
 
 @pytest.mark.parametrize("name, form", FORMS)
-@pytest.mark.parametrize("n", [1, VGG.n])
+@pytest.mark.parametrize("n", quick([1, VGG.n], VGG.n))
 def test_lowering_for_cuda(name: str, form: str, n: int):
     fn, args = program(name, form, n)
     text = lowered(fn, *args)

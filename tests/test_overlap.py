@@ -7,6 +7,7 @@ The latter needs JAX's CUDA plugin, and no GPU; docs/extending.md says how to in
 
 import functools
 import itertools
+import math
 import re
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 from gpus import devices, needs_plugin
-from jsparse._comm.traffic import COLLECTIVES
+from jsparse._comm.collectives import COLLECTIVES
 from tiers import quick
 
 AXIS = "workers"
@@ -97,9 +98,8 @@ class Program:
         """Asynchronous collectives of a kind, each with the operations between start and end."""
         result = []
         for i, op in enumerate(self.ops):
-            if op.kind == f"{kind}-start":
+            if op.kind == f"{kind}-start" and '"is_sync":true' not in op.text:
                 end = next(j for j, other in enumerate(self.ops) if op.name in other.inputs and "-done" in other.kind)
-                assert '"is_sync":true' not in op.text
                 result.append((op, self.ops[i + 1 : end]))
         return result
 
@@ -120,18 +120,23 @@ def loss_fn(params, batch):
 def compiled(preset: str) -> str:
     """A training step, compiled for eight GPUs."""
     tx = optax.chain((PRESETS | RAGGED)[preset](), optax.sgd(0.1))
+    return compiled_step(lambda mesh: jsparse.train_step(loss_fn, tx, mesh, AXIS))
+
+
+def compiled_step(make, *steps: int) -> str:
+    """A step over a mesh, compiled for eight GPUs; ``steps`` are those of a round."""
     params = [{"b": jnp.zeros(m), "w": jnp.zeros((n, m))} for n, m in itertools.pairwise(WIDTHS)]
-    here = jsparse.train_step(loss_fn, tx, Mesh(np.array(jax.devices()[:8]), (AXIS,)), AXIS).init(params)
+    here = make(Mesh(np.array(jax.devices()[:8]), (AXIS,))).init(params)
     mesh = Mesh(np.array(devices("1x8x1")), (AXIS,))
 
     def there(x, spec):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     state = jax.tree.map(lambda x: there(x, x.sharding.spec), here)
-    batch = [there(jnp.zeros((4096, WIDTHS[i])), PartitionSpec(AXIS)) for i in (0, -1)]
+    parted = PartitionSpec(*[None for _ in steps], AXIS)
+    batch = [there(jnp.zeros((*steps, 4096, WIDTHS[i])), parted) for i in (0, -1)]
     with jax.set_mesh(mesh):
-        lowered = jsparse.train_step(loss_fn, tx, mesh, AXIS).lower(state, batch)
-        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+        return make(mesh).lower(state, batch).compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
 
 
 def main(text: str) -> Program:
@@ -184,3 +189,30 @@ def test_oktopk_buckets_overlap_with_each_other_except_in_branches():
 def test_a_ragged_split_compiles_for_gpus():
     """The CPU has no such collective."""
     assert compiled("ragged").count(" ragged-all-to-all(") + compiled("ragged").count(" ragged-all-to-all-start(") == 1
+
+
+ROUNDS = {
+    "overlap": {"overlap": 2},
+    "fragments": {"overlap": 2, "fragments": 2, "merge": 0.5},
+    "sparse": {"overlap": 2, "sync": jsparse.topk_allgather(AXIS, density=0.01)},
+    "eager": {"eager": True},
+}
+
+
+@needs_plugin
+@pytest.mark.full
+@pytest.mark.parametrize("form", ROUNDS)
+def test_local_steps_run_while_a_message_is_under_way(form: str):
+    """Between start and end of each long message of a round there is a loop of inner steps."""
+
+    def make(mesh):
+        return jsparse.local_steps(loss_fn, optax.sgd(0.1), mesh, AXIS, every=12, **ROUNDS[form])
+
+    program = main(compiled_step(make, 12))
+    long = [
+        meanwhile
+        for op, meanwhile in program.messages("all-gather" if form == "sparse" else "all-reduce")
+        if max(math.prod(map(int, shape.split(","))) for shape in re.findall(r"[fs]32\[([\d,]+)\]", op.text)) > 1000
+    ]
+    assert len(long) == ROUNDS[form].get("fragments", 1)
+    assert all(any(op.kind == "while" for op in meanwhile) for meanwhile in long)

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import process_presets
+import process_shards
 import processes
 
 CLOSE = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
@@ -63,6 +64,45 @@ def test_every_process_ends_as_one_process_does(count: int, devices: int, names:
             assert rows.any()
             together = np.concatenate([mine[f"{name}/residual"] for mine in found])
             np.testing.assert_array_equal(together, rows, err_msg=f"{name} residual")
+
+
+@functools.cache
+def sharded_in_one_process(name: str, devices: int) -> dict[str, np.ndarray]:
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(2, -1), ("replica", "fsdp"))
+    return process_shards.train(process_shards.CASES[name], mesh)
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        pytest.param(2, ["oktopk", "jit", "rounds"], marks=pytest.mark.full),
+        pytest.param(4, ["oktopk", "whole-replica", "jit", "rounds"], marks=pytest.mark.full),
+        pytest.param(2, list(process_shards.CASES), marks=pytest.mark.slow),
+        pytest.param(4, list(process_shards.CASES), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else None,
+)
+def test_sharded_models(count: int, names: list[str], tmp_path: pathlib.Path):
+    """Two replicas of two or four devices: each is one process, or two.
+
+    All arrays have the bits of one process; the rest the processes assert for themselves.
+    """
+    texts = processes.run("process_shards.py", count, tmp_path, "2", *names, devices=2)
+    assert all("all held" in text for text in texts)
+    found = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(count)]
+    for name in names:
+        expected = sharded_in_one_process(name, 2 * count)
+        assert expected["delivered"].all()
+        mine = [
+            {what.removeprefix(f"{name}/"): one[what] for what in one if what.startswith(f"{name}/")} for one in found
+        ]
+        assert set().union(*mine) == set(expected)
+        for what, value in expected.items():
+            exact = what not in ("losses", "residual_norm")
+            compare = np.testing.assert_array_equal if exact else CLOSE
+            for one in mine:
+                if what in one:
+                    compare(one[what], value, err_msg=f"{name} {what}")
 
 
 @pytest.mark.full

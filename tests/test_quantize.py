@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jsparse
-from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float16, Sign, TernGrad
+import oracles
+from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float4, Float16, Int4, Sign, TernGrad
 from tiers import quick
 
 M = 1003
@@ -23,11 +24,17 @@ QUANTIZERS = [
     Sign(),
     Sign(64, zeros=False),
     Block8(),
+    Int4(),
+    Float4(),
+    Float4(None),
     BFloat16(),
     Float16(),
     Codebook(2),
     Codebook(4),
 ]
+# What the quantizers of four bits can make of a bucket, relative to its largest magnitude.
+E3M0 = np.array([0, *(2.0**-i for i in range(7))])
+SEVENTHS = np.arange(8) / 7
 ZERO_STAYS = [q for q in QUANTIZERS if not isinstance(q, Codebook) and getattr(q, "zeros", True)]
 
 
@@ -118,6 +125,64 @@ def test_deterministic_ones_in_numpy():
     np.testing.assert_array_equal(coded(Exact(), values), values)
 
 
+@pytest.mark.parametrize("bucket", quick([256, 1, 1003, None], 256))
+@pytest.mark.parametrize("dtype", quick([np.float32, np.float64], np.float32))
+def test_four_bits_in_numpy(bucket: int | None, dtype: type):
+    """The nearest of the few values that a bucket can have, to the bit."""
+    with jax.enable_x64(dtype == np.float64):
+        values = vector(dtype)
+        values[::7] = 0
+        values[:256] *= 1e-30
+        np.testing.assert_array_equal(coded(Float4(bucket), values), oracles.nearest(values, E3M0, bucket))
+        expected = oracles.nearest(values, SEVENTHS, bucket)
+        np.testing.assert_allclose(coded(Int4(bucket), values), expected, rtol=4 * np.finfo(dtype).eps)
+
+
+def test_four_bits_hold_all_their_values():
+    """What a bucket can have stays as it is, and halfway goes to either side."""
+    values = np.concatenate([E3M0, -E3M0]).astype(np.float32) * np.float32(3.7e-5)
+    np.testing.assert_array_equal(coded(Float4(), values), values)
+    np.testing.assert_array_equal(coded(Float4(), np.float32([1, 0.7501, -0.7499])), np.float32([1, 1, -0.5]))
+    np.testing.assert_array_equal(coded(Float4(), np.float32([-1, 0.0079, -0.0077])), np.float32([-1, 2**-6, 0]))
+    values = np.arange(-7, 8).astype(np.float32)
+    np.testing.assert_allclose(coded(Int4(), values), values, rtol=1e-6)
+
+
+def test_four_bits_on_heavy_tails():
+    """Growing steps are nearer on heavy tails, equal steps on Gaussian values."""
+    n, rng = 100_000, np.random.default_rng(0)
+    gaussian = rng.standard_normal(n).astype(np.float32)
+    heavy = gaussian * np.tile([0.1, 1], n // 2).astype(np.float32) * np.exp(rng.normal(0, 1, n)).astype(np.float32)
+
+    def errors(values: np.ndarray) -> list[float]:
+        return [np.linalg.norm(coded(q, values) - values) / np.linalg.norm(values) for q in (Float4(), Int4())]
+
+    np.testing.assert_allclose(errors(heavy), [0.15, 0.23], atol=0.01)
+    np.testing.assert_allclose(errors(gaussian), [0.19, 0.13], atol=0.01)
+    zeros = [np.mean(coded(q, heavy) == 0) for q in (Float4(), Int4())]
+    np.testing.assert_allclose(zeros, [0.41, 0.82], atol=0.02)
+
+
+@pytest.mark.parametrize("quantizer", [Float4(64), Int4(64)], ids=str)
+@pytest.mark.parametrize("dtype", quick([jnp.bfloat16, jnp.float16], jnp.bfloat16))
+def test_four_bits_of_narrow_gradients(quantizer, dtype):
+    """Narrow gradients are summed in float32, and nothing of them is lost."""
+    gradients = jnp.asarray(np.stack([vector(seed=worker) for worker in range(3)]), dtype)
+    tx = jsparse.quantized("workers", quantize=quantizer)
+
+    def step(gradient):
+        update, state = tx.update(gradient, tx.init(gradient))
+        return update, state.buckets[0].residual
+
+    updates, residuals = jax.jit(jax.vmap(step, axis_name="workers"))(gradients)
+    assert updates.dtype == dtype
+    assert residuals.dtype == jnp.float32
+    total, given = 3 * np.asarray(updates[0], np.float64), np.asarray(gradients, np.float64).sum(0)
+    step_of_type = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(total + np.asarray(residuals, np.float64).sum(0), given, atol=step_of_type * 30)
+    assert np.abs(total - given).max() > 0.05
+
+
 @pytest.mark.parametrize("bits, limit", [(2, 0.35), (4, 0.12)])
 def test_codebook(bits: int, limit: float):
     """Signs stay, magnitudes are few, their sum stays, and top-k values have small errors."""
@@ -170,19 +235,29 @@ def test_large_values_stay_finite(quantizer):
     got = coded(quantizer, values)
     assert np.isfinite(got).all()
     assert (np.sign(got) * np.sign(values) >= 0).all()
-    if isinstance(quantizer, Block8 | Codebook | BFloat16):
+    if isinstance(quantizer, Block8 | Float4 | Codebook | BFloat16):
         np.testing.assert_allclose(got, values, rtol=0.01)
 
 
 def test_any_length():
-    for quantizer in (QSGD(1, 64), Sign(64, zeros=False), Block8(64), BFloat16(), Codebook(4)):
+    for quantizer in (QSGD(1, 64), Sign(64, zeros=False), Block8(64), Int4(64), Float4(64), BFloat16(), Codebook(4)):
         for m in (1, 65):
             assert np.isfinite(coded(quantizer, vector()[:m])).all()
+    for quantizer in ZERO_STAYS:
+        assert coded(quantizer, np.zeros(0, np.float32)).shape == (0,)
 
 
 @pytest.mark.parametrize(
     "quantizer, bits",
-    [(QSGD(4), 3.2), (TernGrad(), 1.6), (Sign(None, zeros=False), 1), (Sign(None), 1.6), (Block8(), 8)],
+    [
+        (QSGD(4), 3.2),
+        (TernGrad(), 1.6),
+        (Sign(None, zeros=False), 1),
+        (Sign(None), 1.6),
+        (Block8(), 8),
+        (Int4(), 4),
+        (Float4(), 4),
+    ],
 )
 def test_bits(quantizer, bits: float):
     m = 512_000
@@ -208,7 +283,15 @@ def test_error_feedback_needs_a_contraction():
     With a division by 1 + ω, or with a biased quantizer, it does not.
     """
     assert residual_norms(QSGD(4, None), 40)[-1] > 1e3
-    for quantizer in (QSGD(4, None, contract=True), QSGD(4, contract=True), TernGrad(contract=True), Sign(), Block8()):
+    for quantizer in (
+        QSGD(4, None, contract=True),
+        QSGD(4, contract=True),
+        TernGrad(contract=True),
+        Sign(),
+        Block8(),
+        Int4(),
+        Float4(),
+    ):
         norms = residual_norms(quantizer, 200)
         omega = 32 if getattr(quantizer, "contract", False) else 4
         assert max(norms) < 2 * omega

@@ -55,11 +55,11 @@ def steps(tx, on: Mesh, axis, state, gradients, check_vma: bool = True):
 
 
 def filled(tx, on: Mesh, axis):
-    """A state of whole numbers; how many workers it is of, it says truly."""
+    """A state of whole numbers; how many workers and devices it is of, it says truly."""
     rng = np.random.default_rng(0)
 
     def fill(path, x):
-        true = jax.tree_util.keystr(path).endswith(".sizes")
+        true = jax.tree_util.keystr(path).endswith((".sizes", ".shards"))
         return np.asarray(x) if true else rng.integers(1, 99, x.shape).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, jsparse.init(tx, PARAMS, on, axis))
@@ -170,7 +170,8 @@ def test_regions_hold_equal_parts():
 
 def test_an_average_inside_nodes_and_a_sparse_sum_between_them():
     """Workers of a node hold the same residual, before and after."""
-    tx = optax.chain(jsparse.dense("gpus"), jsparse.topk_allgather("nodes", density=0.05))
+    between = jsparse.AxisComm("nodes", alike=("gpus",))
+    tx = optax.chain(jsparse.dense("gpus"), jsparse.topk_allgather(between, density=0.05))
     state = jsparse.init(tx, PARAMS, nodes(2, 4), LEVELS)
     _, state = steps(tx, nodes(2, 4), LEVELS, state, whole(np.random.default_rng(0), 8, 1), check_vma=False)
     for shape in ((3, 2), (4, 2), (1, 4)):

@@ -1,13 +1,12 @@
-"""The engine's seams: a space, a memory and a synchronisation of shards defined here."""
+"""The engine's seams: a space, a memory and a mean defined here."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import jsparse
 from jsparse._comm.comm import AxisComm
@@ -77,6 +76,8 @@ def cosines(side: int) -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class Tiles(Flat):
     """Cuts matrices into tiles, each in a cosine basis; leaves that do not fit stay."""
+
+    as_leaves: ClassVar[bool] = False
 
     side: int = 4
 
@@ -250,122 +251,3 @@ def test_a_mean_over_contributors():
 def test_a_mean_over_contributors_needs_a_gathered_sum():
     with pytest.raises(ValueError, match="counts who sent an element"):
         next(run(composed(mean=over_contributors, allreduce=OkTopk()), gradients(1)))
-
-
-# A synchronisation of the local shards of a sharded model, inside a fully manual shard_map.
-
-MESH = (2, 4)
-# "c" can be cut by no axis of the model: it goes densely.
-SPECS = {"a": PartitionSpec("fsdp"), "b": PartitionSpec(None, "fsdp"), "c": PartitionSpec()}
-LEAVES = {"a": (16, 3), "b": (5, 8), "c": (3,)}
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalShards(Flat):
-    """Each device's own shards; leaves that no axis cuts go densely.
-
-    Attributes:
-      cut: for each leaf, whether this device holds a shard of it.
-      model: the axes of the model, over which all agree whether a gradient is finite.
-    """
-
-    cut: tuple[bool, ...] = ()
-    model: tuple[str, ...] = ()
-
-    @property
-    def agree_over(self):
-        return tuple(map(AxisComm, self.model))
-
-    def buckets(self, leaves):
-        groups = [[i for i, cut in enumerate(self.cut) if cut == wanted] for wanted in (True, False)]
-        return [
-            Bucket(tuple(ids), Layout.of([leaves[i] for i in ids]), dense=not self.cut[ids[0]]) for ids in groups if ids
-        ]
-
-
-def over_shards(density: float = 0.2):
-    space = LocalShards(cut=(True, True, False), model=("fsdp",))
-    reducer = Selecting(TopK(density), OkTopk())
-    return jsparse.SparseAllReduce.of(Composition(AxisComm("replica"), reducer, ErrorFeedback(), space))
-
-
-def stacked_gradients(seed: int) -> dict[str, np.ndarray]:
-    """Of each replica, along a leading axis."""
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal((MESH[0], *shape)).astype(np.float32) for name, shape in LEAVES.items()}
-
-
-def manual(tx, check_vma: bool):
-    """``(state, step)`` with all axes manual; gradients come stacked, one for each replica."""
-    mesh = Mesh(np.array(jax.devices()).reshape(MESH), ("replica", "fsdp"))
-    both = PartitionSpec(("replica", "fsdp"))
-    params = {name: np.zeros(shape, np.float32) for name, shape in LEAVES.items()}
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=(SPECS,), out_specs=both, check_vma=check_vma)
-    given = {name: PartitionSpec("replica", *spec) for name, spec in SPECS.items()}
-
-    def local(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
-
-    step = jax.shard_map(local, mesh=mesh, in_specs=(given, both), out_specs=(SPECS, both), check_vma=check_vma)
-    return jax.jit(init)(params), jax.jit(step)
-
-
-def one_shard(stacked: dict[str, np.ndarray], place: int) -> dict[str, np.ndarray]:
-    """What the devices at one place of the model's axis hold of the leaves that are cut."""
-    return {"a": stacked["a"][:, 4 * place : 4 * place + 4], "b": stacked["b"][:, :, 2 * place : 2 * place + 2]}
-
-
-@pytest.mark.parametrize("check_vma", quick([False, True], True))
-def test_each_shard_is_synchronised_for_itself(check_vma: bool):
-    """Each shard is synchronised as in a run over the replicas alone.
-
-    Leaves that are not cut are averaged densely.
-    """
-    state, step = manual(over_shards(), check_vma)
-    alone = jsparse.oktopk("replica", density=0.2)
-    init = jax.vmap(lambda g: alone.init(g), axis_name="replica")
-    update = jax.jit(jax.vmap(alone.update, axis_name="replica"))
-    expected = [init(one_shard(stacked_gradients(0), place)) for place in range(MESH[1])]
-    for number in range(5):
-        grads = stacked_gradients(number)
-        updates, state = step(grads, state)
-        np.testing.assert_allclose(updates["c"], grads["c"].mean(0), rtol=1e-6)
-        own = one_shard({name: np.asarray(updates[name])[None] for name in "ab"}, 0)
-        assert own["a"].shape == (1, 4, 3)
-        for place in range(MESH[1]):
-            wanted, expected[place] = update(one_shard(grads, place), expected[place])
-            have = one_shard({name: np.asarray(updates[name])[None] for name in "ab"}, place)
-            for name in "ab":
-                np.testing.assert_array_equal(have[name][0], np.asarray(wanted[name])[0])
-    residuals = np.asarray(state.buckets[0].residual).reshape(*MESH, -1)
-    for place in range(MESH[1]):
-        np.testing.assert_array_equal(residuals[:, place], expected[place].buckets[0].residual)
-
-
-@pytest.mark.parametrize("check_vma", quick([False, True], True))
-def test_a_non_finite_gradient_in_one_shard_is_seen_by_all(check_vma: bool):
-    state, step = manual(over_shards(), check_vma)
-    _, state = step(stacked_gradients(0), state)
-    spoilt = stacked_gradients(1)
-    spoilt["a"][1, 9, 2] = np.nan
-    updates, after = step(spoilt, state)
-    assert all(np.isnan(leaf).all() for leaf in updates.values())
-    jax.tree.map(np.testing.assert_array_equal, state.buckets, after.buckets)
-    np.testing.assert_array_equal(state.step, after.step)
-
-
-def test_only_the_slow_axis_carries_messages():
-    """Over the model's axis nothing goes but the agreement on finite gradients."""
-    state, step = manual(over_shards(), check_vma=False)
-
-    def collectives(parts):
-        for part in parts:
-            if hasattr(part, "branches"):
-                for branch in part.branches:
-                    yield from collectives(branch.parts)
-            else:
-                yield part
-
-    found = list(collectives(jsparse.traffic(step, stacked_gradients(0), state).parts))
-    assert [(part.name, part.payload) for part in found if part.axes == ("fsdp",)] == [("pmax", "int32[2]")]
-    assert {part.name for part in found if part.axes == ("replica",)} >= {"all_to_all", "all_gather", "psum"}

@@ -14,6 +14,7 @@ import oracles
 from examples import train
 from jsparse._vector.random import key_of, uniform
 from jsparse.select import (
+    BlockTopK,
     BucketedTopK,
     ChunkedTopK,
     DgcThreshold,
@@ -54,6 +55,8 @@ OTHERS = [
     RandomK(0.7),
     BucketedTopK(DENSITY),
     BucketedTopK(0.0005),
+    BlockTopK(40, 4000),
+    BlockTopK(64),
     ChunkedTopK(DENSITY),
     ChunkedTopK(0.7),
     StochasticTopK(DENSITY),
@@ -121,6 +124,7 @@ def test_what_is_selected_is_of_the_vector(select):
         (TopK(DENSITY), 0.0),
         (MSTopK(DENSITY), 0.0),
         (BucketedTopK(DENSITY), 0.0),
+        (BlockTopK(40, 4000), 0.0),
         (SampledThreshold(DENSITY), 0.05),
         (ReusedThreshold(DENSITY), 0.11),
         (DgcThreshold(DENSITY, sample=0.05), 0.2),
@@ -291,6 +295,43 @@ def test_bucketed_selects_the_top_of_each_bucket(n: int, density: float, bucket:
         for count, step in {count: step for step, count in enumerate(counts)}.items():
             expected = oracles.top_k(part, count)
             np.testing.assert_array_equal(np.flatnonzero(chosen[step, begin : begin + bucket]), expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "block", "count"),
+    [
+        (N, 64, 4096, 9 * 64 + 49),
+        (1003, 3, 64, 15 * 3 + 2),
+        (1003, 1, 100, 10 + 1),  # 0.03 of the last block, and so one.
+        (128, 63, 64, 126),
+        (100, 64, 4096, 2),
+        (1, 64, 4096, 1),
+        (1003, 64, 64, 1003),
+        (1003, 7000, 4096, 1003),
+        (1003, 1, 1, 1003),
+    ],
+)
+def test_block_selects_the_same_number_of_each_block(n: int, k: int, block: int, count: int):
+    acc = next(gradients(1))[:n]
+    acc[::2] = np.copysign(np.ceil(np.abs(acc[::2])), acc[::2])  # Ties.
+    select = BlockTopK(k, block)
+    x, state = compiled(select)(jnp.asarray(acc), select.init(n, jnp.float32), jnp.int32(5), jnp.int32(1))
+    expected = oracles.block_top_k(acc, k, block)
+    assert x.capacity == len(expected) == state.selected[0] == count
+    np.testing.assert_array_equal(x.indices, expected)
+    np.testing.assert_array_equal(x.values, acc[expected])
+    assert select.density == min(1, k / block)
+
+
+def test_block_leaves_places_empty_where_a_block_has_zeros():
+    """The places of a block of zeros go to no other block."""
+    acc = next(gradients(1))
+    acc[4000:8000] = 0
+    acc[8000:12_000] = np.nan
+    acc[12_000] = np.inf
+    (chosen,) = at_steps(BlockTopK(40, 4000), acc, 1)
+    assert [*chosen.reshape(10, -1).sum(1)] == [40, 0, 0, *(7 * [40])]
+    assert chosen[12_000]
 
 
 @pytest.mark.parametrize("density", [DENSITY, 0.0123, 0.3, 0.9, 1.0])
@@ -465,7 +506,9 @@ def test_degenerate_vectors(select, name: str):
             least = 1
         assert least <= x.count <= most
         assert np.isfinite(x.values).all()
-        if name == "one huge" and isinstance(select, TopK | MSTopK | BucketedTopK | ChunkedTopK | StochasticTopK):
+        if name == "one huge" and isinstance(
+            select, TopK | MSTopK | BucketedTopK | BlockTopK | ChunkedTopK | StochasticTopK
+        ):
             assert 7 in x.indices
         assert np.isfinite(state.threshold[0])
 

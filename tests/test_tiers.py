@@ -71,8 +71,8 @@ def test_quick_rows_have_every_algorithm():
         if inspect.isfunction(getattr(jsparse, name))
         and inspect.signature(getattr(jsparse, name)).return_annotation is jsparse.SparseAllReduce
     }
-    # The row "general" is of sparse_allreduce; from_file makes what the others make.
-    assert presets - {"sparse_allreduce", "from_file"} == {row.preset for row in rows} - {"general"}
+    # The row "general" is of sparse_allreduce; from_file and over_mesh take what the others make.
+    assert presets - {"sparse_allreduce", "from_file", "over_mesh"} == {row.preset for row in rows} - {"general"}
     classes = {
         getattr(package, name)
         for package in (jsparse.select, jsparse.allreduce, jsparse.wire, jsparse.quantize)

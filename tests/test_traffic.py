@@ -10,7 +10,7 @@ import jsparse
 import transports
 from algorithms import oktopk_bound
 from jsparse import cost
-from jsparse._comm.traffic import COLLECTIVES
+from jsparse._comm.collectives import COLLECTIVES
 from transports import AXIS
 
 SIZES = {AXIS: 4}
@@ -26,6 +26,7 @@ def test_each_collective_has_its_cost():
         lax.all_to_all(x.reshape(4, 250), AXIS, 0, 0)
         lax.ppermute(x, AXIS, [(0, 1)])
         lax.psum_scatter(x, AXIS, tiled=True)
+        lax.pbroadcast(x, (AXIS,), 0)
 
     traffic = jsparse.traffic(program, x, axis_sizes=SIZES)
     costs = [(part.name, part.cost.bytes, part.cost.messages) for part in traffic.parts]
@@ -36,6 +37,7 @@ def test_each_collective_has_its_cost():
         ("all_to_all", 3000, 3),
         ("ppermute", 4000, 1),
         ("psum_scatter", 3000, 2),
+        ("pbroadcast", 4000, 2),
     ]
     assert traffic.bytes == sum(cost[1] for cost in costs)
 

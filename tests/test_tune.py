@@ -205,6 +205,7 @@ OTHERS = {
         "select": select.RandomK(0.1, shared=False),
         "allreduce": jsparse.allreduce.DsarSplitAllGather(2, quantize=quantize.Block8()),
         "error_feedback": jsparse.ErrorFeedback(decay=0.9),
+        "tiles": 8,
     },
     "hitopk": {"density": 0.02, "allreduce": jsparse.allreduce.OkTopk(split="rotate"), "wire": wire.Full()},
 }

@@ -11,6 +11,8 @@ from jax import lax
 from kernels_pallas import varying_as, varying_axes
 
 T = TypeVar("T")
+# The compiler keeps this name of a collective: by it one finds ours among all of a program.
+SCOPE = "jsparse"
 
 
 class Comm(Protocol):
@@ -112,9 +114,12 @@ class AxisComm:
     Attributes:
       axis: the name of the axis. Under ``shard_map`` it may be a tuple of names, which count as
         one axis in row-major order.
+      alike: further axes of the mesh along which gradients are alike, as those that another
+        transformation has averaged there. Only ``shard_map(check_vma=False)`` needs to be told.
     """
 
     axis: str | tuple[str, ...]
+    alike: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -134,19 +139,24 @@ class AxisComm:
     def rank(self) -> jax.Array:
         return lax.axis_index(self.axis)
 
+    @jax.named_scope(SCOPE)
     def psum(self, x: jax.Array) -> jax.Array:
         return lax.psum(self.varying(x), self.axis)
 
+    @jax.named_scope(SCOPE)
     def pmax(self, x: jax.Array) -> jax.Array:
         return lax.pmax(self.varying(x), self.axis)
 
+    @jax.named_scope(SCOPE)
     def all_gather(self, x: jax.Array) -> jax.Array:
         to = "invarying" if self.typed else "varying"
         return lax.all_gather(self.varying(x), self.axis, to=to)
 
+    @jax.named_scope(SCOPE)
     def all_to_all(self, x: jax.Array) -> jax.Array:
         return lax.all_to_all(self.varying(x), self.axis, split_axis=0, concat_axis=0)
 
+    @jax.named_scope(SCOPE)
     def ragged_all_to_all(self, x: jax.Array, lengths: jax.Array, arriving: jax.Array, output: jax.Array) -> jax.Array:
         size, length = x.shape[:2]
         rows = length * lax.iota(jnp.int32, size)
@@ -155,9 +165,11 @@ class AxisComm:
         offsets = self.varying((rows, lengths, mine, arriving))
         return lax.ragged_all_to_all(entries, kept, *offsets, axis_name=self.axis).reshape(x.shape)
 
+    @jax.named_scope(SCOPE)
     def psum_scatter(self, x: jax.Array) -> jax.Array:
         return lax.psum_scatter(self.varying(x), self.axis)
 
+    @jax.named_scope(SCOPE)
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
         if set(axes_of(self)) <= set(jax.sharding.get_abstract_mesh().manual_axes):
             return lax.ppermute(self.varying(x), self.axis, perm)

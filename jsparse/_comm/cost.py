@@ -45,6 +45,8 @@ def collective_cost(name: str, payload: int, size: int) -> Cost:
             return Cost(-(-payload * (size - 1) // size), size - 1)
         case "psum_scatter":
             return Cost(-(-payload * (size - 1) // size), rounds)
+        case "pbroadcast":
+            return Cost(payload * min(size - 1, 1), rounds)
         case "ppermute":
             return Cost(payload, 1)
     raise NotImplementedError(f"the cost of {name!r} is not known; add it to collective_cost")

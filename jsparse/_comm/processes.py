@@ -9,34 +9,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 
-def put_everywhere(tree: Any, mesh: Mesh) -> Any:
-    """Puts a tree on every device of a mesh.
+def put(tree: Any, shardings: Any) -> Any:
+    """Puts a tree on the devices of a mesh.
 
     Args:
       tree: arrays, the same in every process.
-      mesh: the devices.
+      shardings: for each leaf where it goes, a NamedSharding; or one for all of them.
 
     Raises:
       ValueError: the processes have different values. Arrays that are global already are not
         compared.
     """
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    if not mesh.is_multi_process:
-        return jax.device_put(tree, everywhere)
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    if not any(sharding.mesh.is_multi_process for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
     own = numbers(tree)
     check_equal_values(own, multihost_utils.process_allgather)
 
-    def place(path, leaf):
+    def place(path, leaf, sharding):
         value = own.get(jax.tree_util.keystr(path))
         if value is None:
-            return jax.device_put(leaf, everywhere)
-        whole = jax.make_array_from_callback(value.shape, everywhere, value.__getitem__)
+            return jax.device_put(leaf, sharding)
+        whole = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
         return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else whole
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(place, tree, shardings)
 
 
 def is_global(leaf: Any) -> bool:
@@ -62,7 +63,7 @@ def from_shares(batch: Any, sharding: NamedSharding) -> Any:
 
     Args:
       batch: the shares.
-      sharding: that of the global arrays, which are cut along their first axis.
+      sharding: that of the global arrays.
     """
 
     def whole(leaf):
@@ -72,9 +73,10 @@ def from_shares(batch: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(whole, batch)
 
 
-def local_workers(sharding: NamedSharding, workers: int) -> int:
-    """How many of the workers along an array's first axis have a device in this process."""
-    return len({index[0].start for index in sharding.addressable_devices_indices_map((workers,)).values() if index})
+def local_parts(sharding: NamedSharding, axis: int, parts: int) -> int:
+    """How many of the parts into which an axis of an array is cut are in this process."""
+    rows = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[axis]))
+    return len({index[0].start for index in rows.addressable_devices_indices_map((parts,)).values() if index})
 
 
 def _is_key(leaf: Any) -> bool:

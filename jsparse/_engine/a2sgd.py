@@ -1,7 +1,8 @@
 """A2SGD: workers keep their own gradients, and average only two means of them."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,12 +13,13 @@ from jax.typing import DTypeLike
 from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
-from .._comm.metered import Metered
+from .._comm.metered import Metered, add_words
 from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.sparse_vector import flatten, to_dense
 from .agreement import check, varying_over
 from .outcome import begin
+from .space import Flat
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
@@ -33,23 +35,34 @@ class TwoMeans(Synchroniser):
     Attributes:
       levels: one network, of all workers.
       per_leaf: whether every leaf has two means of its own.
+      space: where the leaves stand: a worker's devices may hold them in shards.
     """
+
+    alike = False
 
     levels: tuple[Comm]
     per_leaf: bool = False
+    space: Flat = Flat()
 
     def __post_init__(self):
         check_fields(self)
 
+    @property
+    def model(self) -> tuple[Comm, ...]:  # type: ignore[override]
+        return self.space.model
+
     def over(self, *comms: Comm) -> "TwoMeans":
         return dataclasses.replace(self, levels=comms)
 
+    def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "TwoMeans":
+        return dataclasses.replace(self, space=self.space.on_shards(model, whole))
+
     def init(self, params: Any) -> SparseAllReduceState:
-        return begin(self.levels, (), (), ())
+        return begin(self.levels, self.space, flatten(params)[0], (), ())
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """Algorithm 1, lines 3 to 7."""
-        comm = Metered(*self.levels)
+        levels = comm, *_ = [Metered(comm) for comm in self.levels]
         check(self, grads, state)
         leaves, treedef = flatten(grads)
         leaves = list(map(to_dense, leaves))
@@ -58,39 +71,52 @@ class TwoMeans(Synchroniser):
         ids = [i for i, leaf in enumerate(leaves) if leaf.size]
         groups = [[i] for i in ids] if self.per_leaf else [ids]
         if ids:
-            own = jnp.stack([_means([leaves[i] for i in ids], layout.dtype) for ids in groups])
+            own = jnp.stack([self._means({i: leaves[i] for i in ids}, layout.dtype) for ids in groups])
             shared = comm.psum(own.reshape(-1)).reshape(-1, 2) / comm.size
             bad = ~jnp.all(jnp.isfinite(shared))
             for ids, mine, (plus, minus) in zip(groups, own, shared - own, strict=True):
                 for i in ids:
                     leaves[i] = jnp.where(bad, jnp.nan, _corrected(leaves[i], mine, plus, minus))
         everything = jnp.where(bad, 0, jnp.int32(min(layout.n, jnp.iinfo(jnp.int32).max)))[None]
+        words = functools.reduce(add_words, [level.words for level in levels])
+        messages = functools.reduce(jnp.add, [level.messages for level in levels])
         report = state.report._replace(
-            delivered=everything, updated=everything, words=comm.words[None], messages=comm.messages[None]
+            delivered=everything,
+            updated=everything,
+            words=words[None],
+            messages=messages[None],
+            skipped=state.report.skipped + jnp.where(bad, 1, 0),
         )
         after = state._replace(step=state.step + jnp.where(bad, 0, 1), report=report)
-        return jax.tree.unflatten(treedef, leaves), varying_over([comm], after)
+        return jax.tree.unflatten(treedef, leaves), varying_over((*levels, *self.model), after)
 
+    def _means(self, leaves: Mapping[int, jax.Array], dtype: DTypeLike) -> jax.Array:
+        """The mean of elements that are at least 0, and that of the other magnitudes (line 3).
 
-def _means(leaves: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:
-    """The mean of elements that are at least 0, and that of the other magnitudes (line 3).
+        The result has shape ``(2,)``. The mean of no elements is 0. If an element is not finite, a
+        mean is not.
 
-    The result has shape ``(2,)``. The mean of no elements is 0. If an element is not finite, a
-    mean is not.
-    """
-    rows = []
-    for leaf in leaves:
-        flat = leaf.reshape(-1).astype(dtype)
-        whole = flat.shape[0] // ROW * ROW
-        rows += [_reduced(part) for part in (flat[:whole].reshape(-1, ROW), flat[whole:][None]) if part.size]
-    plus, minus, count, largest, smallest = (jnp.concatenate(column) for column in zip(*rows, strict=True))
-    n = sum(leaf.size for leaf in leaves)
-    sums = jnp.stack([jnp.sum(plus), jnp.sum(minus)])
-    counts = jnp.stack([jnp.sum(count), float(n) - jnp.sum(count)])
-    # No mean is above the largest of its elements, in spite of rounding. So if elements are equal,
-    # each of them reaches the mean.
-    most = jnp.maximum(jnp.stack([jnp.max(largest), -jnp.min(smallest)]), 0)
-    return jnp.where(jnp.isfinite(sums), jnp.minimum(sums / jnp.maximum(counts, 1), most), jnp.nan)
+        Args:
+          leaves: some of the leaves, by their numbers.
+          dtype: the type of the result.
+        """
+        rows, sizes = [], []
+        for i, leaf in leaves.items():
+            flat = leaf.reshape(-1).astype(dtype)
+            whole = flat.shape[0] // ROW * ROW
+            parts = [_reduced(part) for part in (flat[:whole].reshape(-1, ROW), flat[whole:][None]) if part.size]
+            rows += [[*(self.space.once(i, x) for x in part[:3]), *part[3:]] for part in parts]
+            sizes.append(self.space.once(i, float(leaf.size)))
+        plus, minus, count, largest, smallest = (jnp.concatenate(column) for column in zip(*rows, strict=True))
+        of_plus, n = jnp.sum(count), sum(sizes)
+        figures = jnp.stack([jnp.sum(plus), jnp.sum(minus), of_plus, n - of_plus])
+        most = jnp.maximum(jnp.stack([jnp.max(largest), -jnp.min(smallest)]), 0)
+        for comm in self.model:
+            figures, most = comm.psum(figures), comm.pmax(most)
+        sums, counts = figures[:2], figures[2:]
+        # No mean is above the largest of its elements, in spite of rounding. So if elements are
+        # equal, each of them reaches the mean.
+        return jnp.where(jnp.isfinite(sums), jnp.minimum(sums / jnp.maximum(counts, 1), most), jnp.nan)
 
 
 def _reduced(rows: jax.Array) -> list[jax.Array]:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import bitmap
+from kernels_pallas import bitmap, varying_axes
 
-from .._comm.comm import Comm
+from .._comm.comm import AxisComm, Comm, axes_of
 from .._comm.metered import Metered
 from .._vector.sparse_vector import Leaf, SparseVector
 from .state import SparseAllReduceState
@@ -47,8 +47,20 @@ def _named_leaves(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, SparseVector))
 
 
+def check_arrays(tree: Any) -> None:
+    """Refuses leaves that are neither arrays nor numbers, such as the functions in a module."""
+    for path, leaf in _named_leaves(tree):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {leaf!r}, which is no array: pass the arrays that are trained, "
+                "and keep all else out of the parameters; of an equinox model, params, static = eqx.partition(model, "
+                "eqx.is_inexact_array)"
+            )
+
+
 def check_floats(tree: Any) -> None:
     """Refuses leaves that are no floats."""
+    check_arrays(tree)
     for path, leaf in _named_leaves(tree):
         if leaf.dtype not in FLOATS:
             raise ValueError(
@@ -85,6 +97,45 @@ def check_local(levels: Sequence[Comm], grads: Any) -> None:
             )
 
 
+def check_places(levels: Sequence[Comm], model: Sequence[Comm], grads: Any) -> None:
+    """Refuses gradients that may differ along further axes of a mesh, as shards of a model do.
+
+    Each device would select from its own. Where types tell, gradients may differ along such an
+    axis, all of them: then so do updates.
+
+    Args:
+      levels: the networks of the synchronisation.
+      model: the networks inside a worker.
+      grads: the gradients.
+    """
+    named = {name for comm in (*levels, *model) for name in axes_of(comm)}
+    mesh = jax.sharding.get_abstract_mesh()
+    alike = {name for comm in levels if isinstance(comm, AxisComm) for name in comm.alike}
+    others = {name for name in mesh.manual_axes if mesh.shape[name] > 1} - named - alike
+    if not others or not named & set(mesh.manual_axes):
+        return
+    fix = (
+        "for a sharded model use jsparse.train_step(..., param_specs=specs), or jsparse.over_mesh in a plain jax.jit, "
+        "which synchronise each device's shards for themselves"
+    )
+    if not levels[0].typed:
+        raise ValueError(
+            f"the mesh has the axes {sorted(others)} beside those of the workers, and check_vma=False: if gradients "
+            f"differ along them, so would updates, in silence. Pass check_vma=True; {fix}; if gradients are alike "
+            f"along them, say so in place of the axis: jsparse.AxisComm(axis, alike={tuple(sorted(others))})"
+        )
+    first: Any = None
+    for path, leaf in _named_leaves(grads):
+        along = varying_axes(leaf.values if isinstance(leaf, SparseVector) else leaf) & others
+        first = first or (path, along)
+        if along != first[1]:
+            told = [f"{jax.tree_util.keystr(p)} along {sorted(axes) or 'none'}" for p, axes in (first, (path, along))]
+            raise ValueError(
+                f"gradient leaves differ along unlike axes of the mesh, {' and '.join(told)}, and one vector of both "
+                f"would differ along all: {fix}"
+            )
+
+
 def check(synchroniser: Any, grads: Any, state: Any) -> None:
     """Refuses gradients that are already summed, and a state that is not for them.
 
@@ -96,6 +147,8 @@ def check(synchroniser: Any, grads: Any, state: Any) -> None:
     check_floats(grads)
     check_sparse(grads)
     check_local(synchroniser.levels, grads)
+    if isinstance(state, SparseAllReduceState) and jax.tree.leaves(state.buckets):
+        check_places(synchroniser.levels, synchroniser.model, grads)
     fix = (
         "initialise the state by the same transformation, with parameters of the gradients' shapes and types, for as "
         "many workers as there are here; jsparse.reshard carries a state over to another number of workers"

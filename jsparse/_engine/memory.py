@@ -8,7 +8,7 @@ buffer was full, a value was rounded. Whatever the reason, it is still in ``acc`
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -59,12 +59,15 @@ class Memory:
         """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
         return math.inf
 
-    def prepare(self, leaves: Sequence[Leaf], size: int) -> Sequence[Leaf]:
+    def prepare(
+        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
+    ) -> Sequence[Leaf]:
         """What is made of a worker's gradients before they become vectors, such as clipping.
 
         Args:
           leaves: all gradients.
           size: the number of workers.
+          norm: the Euclidean norm of arrays of one type, one for each leaf.
         """
         return leaves
 

@@ -6,7 +6,7 @@ apply.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,9 +79,11 @@ class MomentumCorrection(Memory):
     def limit(self, dtype: DTypeLike, size: int) -> float:
         return self.feedback.limit(dtype, size)
 
-    def prepare(self, leaves: Sequence[Leaf], size: int) -> Sequence[Leaf]:
+    def prepare(
+        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
+    ) -> Sequence[Leaf]:
         arrays = list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
-        return arrays if self.clip_norm is None else _clip(arrays, self.clip_norm / size**0.5)
+        return arrays if self.clip_norm is None else _clip(arrays, self.clip_norm / size**0.5, norm)
 
     def accumulate(
         self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
@@ -117,19 +119,18 @@ class MomentumCorrection(Memory):
         return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
 
 
-def _clip(leaves: Sequence[jax.Array], limit: float) -> list[jax.Array]:
+def _clip(
+    leaves: Sequence[jax.Array], limit: float, norm: Callable[[Sequence[jax.Array]], jax.Array]
+) -> list[jax.Array]:
     """A worker's gradient, scaled to a Euclidean norm of at most ``limit``.
 
     It has the type of its flat vector.
     """
+    if not leaves:
+        return []
     dtype = Layout.of(leaves).dtype
     wide = [leaf.astype(dtype) for leaf in leaves]
-    # Squares of finite gradients may be infinite, and those of small ones zero: divide by the
-    # largest.
-    peaks = [jnp.max(jnp.abs(leaf)) for leaf in wide if leaf.size]
-    peak = jnp.max(jnp.stack([jnp.zeros((), dtype), *peaks]))
-    unit = jnp.where(peak > 0, peak, 1)
-    norm = unit * jnp.sqrt(sum((jnp.sum((leaf / unit) ** 2) for leaf in wide), jnp.zeros((), dtype)))
+    length = norm(wide)
     # A gradient that is not finite has no norm, and stays as it is.
-    scale = jnp.where(norm > limit, limit / norm, 1)
+    scale = jnp.where(length > limit, limit / length, 1)
     return [leaf * scale for leaf in wide]

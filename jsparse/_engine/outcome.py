@@ -1,6 +1,7 @@
 """What becomes of a step: the state after it, and the report."""
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,10 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .._comm.comm import Comm
+from .._comm.cost import collective_cost
 from .._comm.metered import Metered, add_words
+from .._vector.sparse_vector import Leaf
 from .agreement import varying_over
 from .mean import Quotient
 from .reducer import Counts
+from .space import Space
 from .state import BucketState, Report, SparseAllReduceState
 
 
@@ -32,24 +36,44 @@ class Outcome(NamedTuple):
 
 
 def begin(
-    levels: Sequence[Comm], agree_over: Sequence[Comm], buckets: Sequence[BucketState], thresholds: Sequence[jax.Array]
+    levels: Sequence[Comm],
+    space: Space,
+    leaves: Sequence[Leaf],
+    buckets: Sequence[BucketState],
+    thresholds: Sequence[jax.Array],
 ) -> SparseAllReduceState:
     """The state before the first step, typed as differing between workers.
 
     Args:
       levels: the networks of the synchronisation.
-      agree_over: further networks over which workers agree whether a gradient is finite.
+      space: where the leaves stand: a worker's devices may hold them in shards.
+      leaves: arrays of the gradients' shapes and types.
       buckets: the vectors' states.
       thresholds: zeros in place of the thresholds of the report.
     """
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
-    report = Report(none, none, none, none, zero, zero, tuple(thresholds), tuple(thresholds))
-    sizes = jnp.array([comm.size for comm in levels], jnp.int32)
-    return varying_over([*levels, *agree_over], SparseAllReduceState(none, sizes, tuple(buckets), report))
+    report = Report(none, none, none, none, zero, zero, none, tuple(thresholds), tuple(thresholds))
+    sizes, shards = [comm.size for comm in levels], math.prod(comm.size for comm in space.model)
+    # Of a leaf that each device of a worker has, it sends a part.
+    own = [-(-leaf.size // shards) if i in space.whole else leaf.size for i, leaf in enumerate(leaves)]
+    length = sum(size * leaf.dtype.itemsize for size, leaf in zip(own, leaves, strict=True))
+    counts = sum(own), -(-collective_cost("psum", length, math.prod(sizes)).bytes // 4)
+    elements, dense_words = (jnp.full(1, min(count, 2**32 - 1), jnp.uint32) for count in counts)
+    state = SparseAllReduceState(
+        step=none,
+        sizes=jnp.array(sizes, jnp.int32),
+        shards=jnp.full(1, shards, jnp.int32),
+        elements=elements,
+        dense_words=dense_words,
+        buckets=tuple(buckets),
+        report=report,
+    )
+    return varying_over([*levels, *space.model], state)
 
 
 def conclude(
     levels: Sequence[Metered],
+    model: Sequence[Comm],
     state: SparseAllReduceState,
     outcomes: Sequence[Outcome],
     selects: Iterable[bool],
@@ -63,6 +87,7 @@ def conclude(
 
     Args:
       levels: the networks, which counted what was sent.
+      model: the networks inside a worker, which count for nothing.
       state: before the step.
       outcomes: what has become of the vectors, in the order of their buckets.
       selects: for each bucket, whether it has thresholds to report.
@@ -93,8 +118,9 @@ def conclude(
         updated=total(outcome.updated for outcome in outcomes),
         words=functools.reduce(add_words, [words for words, _ in metered])[None],
         messages=functools.reduce(jnp.add, [messages for _, messages in metered])[None],
+        skipped=earlier.skipped + jnp.where(bad, 1, 0),
         thresholds=before_or(tuple(count.threshold[None] for count in told), earlier.thresholds),
         global_thresholds=before_or(tuple(count.global_threshold[None] for count in told), earlier.global_thresholds),
     )
     step = jnp.where(bad, step, step + 1)[None]
-    return varying_over(levels, SparseAllReduceState(step, state.sizes, tuple(buckets), report))
+    return varying_over((*levels, *model), state._replace(step=step, buckets=tuple(buckets), report=report))

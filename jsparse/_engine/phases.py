@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from .._comm.comm import Comm
 from .._comm.metered import Metered
+from .._vector.buckets import Bucket
 from .._vector.density import check_steps
-from .._vector.sparse_vector import flatten, one_run
+from .._vector.sparse_vector import flatten
 from .agreement import agree, check, varying_over
 from .memory import NoMemory
 from .outcome import conclude
@@ -43,8 +44,16 @@ class Phased(Synchroniser):
     def levels(self) -> tuple[Comm, ...]:
         return self.shared.levels
 
+    @property
+    def model(self) -> tuple[Comm, ...]:  # type: ignore[override]
+        return self.shared.model
+
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
+
+    def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "Phased":
+        stages = tuple(stage.on_shards(model, whole) for stage in self.stages)
+        return Phased(stages, self.starts, self.shared.on_shards(model, whole))
 
     def init(self, params: Any) -> SparseAllReduceState:
         """The state before the first step: one memory, and every phase's reducer."""
@@ -56,16 +65,20 @@ class Phased(Synchroniser):
         ]
         return shared._replace(buckets=tuple(buckets))
 
+    def buckets(self, params: Any) -> list[Bucket]:
+        return self.shared.buckets(params)
+
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
-        everyone = [Metered(comm) for comm in (*self.levels, *self.shared.space.agree_over)]
+        levels = list(map(Metered, self.levels))
+        everyone = [*levels, *self.model]
         check(self, grads, state)
         leaves, treedef = flatten(grads)
         buckets = self.shared.space.buckets(leaves)
-        given = self.shared.memory.prepare(list(map(one_run, leaves)), self.shared.workers)
+        given = self.shared.prepared(leaves)
         step, bad = agree(everyone, state.step[0], given)
 
         def run(number: int) -> tuple[list[jax.Array], Any]:
-            stage, inside = self.stages[number], [Metered(comm) for comm in self.levels]
+            stage, inside = self.stages[number], list(map(Metered, self.levels))
             before = [BucketState(bucket.memory, bucket.reducer[number]) for bucket in state.buckets]
             left_out = [bad] * len(buckets)
             outcomes = stage.synchronise(inside, buckets, given, before, left_out, step - self.starts[number])
@@ -75,13 +88,13 @@ class Phased(Synchroniser):
                 reducers = (*old.reducer[:number], outcome.state.reducer, *old.reducer[number + 1 :])
                 after.append(outcome._replace(quotient=None, state=BucketState(outcome.state.memory, reducers)))
             sent = [(level.words, level.messages) for level in inside]
-            return means, varying_over(self.levels, (after, sent))
+            return means, varying_over(everyone, (after, sent))
 
         now = sum((step >= start for start in self.starts[1:]), jnp.int32(0))
         branches = [functools.partial(run, number) for number in range(len(self.stages))]
         means, (outcomes, sent) = self.levels[0].switch(now, branches, replicated=True)
         selects = map(self.shared.selects, buckets)
-        after = conclude(everyone, state, outcomes, selects, bad, step, undo=False, sent=sent)
+        after = conclude(levels, self.model, state, outcomes, selects, bad, step, undo=False, sent=sent)
         return jax.tree.unflatten(treedef, means), after
 
 

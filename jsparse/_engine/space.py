@@ -4,8 +4,11 @@ A worker's memory, its selection and its messages all live in the coordinates of
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,8 @@ from .._vector.arguments import check_fields
 from .._vector.buckets import Bucket, Scope, divide
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf, SparseVector
+from .._vector.sparse_vector import Leaf, SparseVector, to_dense
+from .._vector.tiles import has_tiles, into_tiles, out_of_tiles
 from ..wire import Full
 
 
@@ -27,11 +31,22 @@ class Space:
 
     Attributes:
       comms: the networks that entering and leaving use, beside the reducer's.
-      agree_over: further networks over which workers agree whether a gradient is finite.
+      model: the networks inside a worker whose devices hold a model in shards. They agree whether
+        a gradient is finite. What is sent there is not counted.
+      whole: the leaves, by number, of which each of these devices has all. They go densely, and
+        each device sends a part of them.
+      as_leaves: whether a vector is its bucket's leaves one after another, element by element in
+        the order that the bucket says, so that it can be cut into other shards.
     """
 
-    comms = ()
-    agree_over = ()
+    comms: tuple[Comm, ...] = ()
+    model: tuple[Comm, ...] = ()
+    whole: tuple[int, ...] = ()
+    as_leaves: ClassVar[bool] = False
+
+    def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "Space":
+        """The same space for the shards that one device of a worker holds."""
+        raise ValueError(f"{self} does not say how it treats the shards of a sharded model: define its on_shards")
 
     def over(self, *comms: Comm) -> "Space":
         """The same space over other networks, as many as ``comms``."""
@@ -66,6 +81,35 @@ class Space:
         """
         return total
 
+    def norm(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The Euclidean norm of a worker's gradient, whose shards its devices hold.
+
+        Squares of finite gradients may be infinite, and those of small ones zero. So elements are
+        divided by the largest magnitude first.
+
+        Args:
+          leaves: what this device holds, all of one type.
+        """
+        peaks = [jnp.max(jnp.abs(leaf)) for leaf in leaves if leaf.size]
+        peak = functools.reduce(jnp.maximum, peaks, jnp.zeros((), leaves[0].dtype))
+        for comm in self.model:
+            peak = comm.pmax(peak)
+        unit = jnp.where(peak > 0, peak, 1)
+        squares = [self.once(i, jnp.sum((leaf / unit) ** 2)) for i, leaf in enumerate(leaves)]
+        total = functools.reduce(jnp.add, squares)
+        for comm in self.model:
+            total = comm.psum(total)
+        return unit * jnp.sqrt(total)
+
+    def once(self, leaf: int, figure: Any) -> Any:
+        """A figure of a leaf, to be added up over a worker's devices.
+
+        Of a leaf of which each device has all, one of them counts it, and for the others it is 0.
+        """
+        if leaf not in self.whole:
+            return figure
+        return jnp.where(functools.reduce(operator.and_, [comm.rank() == 0 for comm in self.model]), figure, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Flat(Space):
@@ -75,11 +119,18 @@ class Flat(Space):
       scope: one vector for all leaves, or one for each.
       dense_below: leaves of fewer elements go densely, all together.
       bucket_bytes: cut the one vector into several of at most so many bytes.
+      tiles: matrices are in the order of square tiles of this side, where elements are selected.
+      model, whole: as in :class:`Space`.
     """
+
+    as_leaves: ClassVar[bool] = True
 
     scope: Scope = "global"
     dense_below: int = 0
     bucket_bytes: int | None = None
+    tiles: int | None = None
+    model: tuple[Comm, ...] = ()
+    whole: tuple[int, ...] = ()
 
     def __post_init__(self):
         check_fields(self)
@@ -89,9 +140,48 @@ class Flat(Space):
             raise ValueError(f"dense_below is {self.dense_below}; it is a number of elements, at least 0")
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it is a number of bytes, at least 1, or None")
+        if self.tiles is not None and self.tiles < 1:
+            raise ValueError(f"tiles is {self.tiles}; it is the side of a tile, at least 1, such as 64, or None")
 
     def buckets(self, leaves: Sequence[jax.Array]) -> list[Bucket]:
-        return divide(leaves, scope=self.scope, dense_below=self.dense_below, bucket_bytes=self.bucket_bytes)
+        return divide(
+            leaves,
+            scope=self.scope,
+            dense_below=self.dense_below,
+            whole=self.whole,
+            bucket_bytes=self.bucket_bytes,
+            tiles=self.tiles,
+        )
+
+    def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "Flat":
+        return dataclasses.replace(self, model=model, whole=whole)
+
+    def layout(self, bucket: Bucket) -> Layout:
+        return _part(bucket.layout, self.model) if bucket.whole else bucket.layout
+
+    def enter(
+        self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[Leaf], keep: jax.Array, limit: float
+    ) -> Sequence[Leaf]:
+        """The leaves in the order of tiles; of those that each device has, this device's part."""
+        if not bucket.whole:
+            return [leaf if isinstance(leaf, SparseVector) else into_tiles(leaf, bucket.tiles) for leaf in leaves]
+        vector, width = bucket.layout.ravel(leaves), _part(bucket.layout, self.model).n
+        rank, size = jnp.int32(0), 1
+        for comm in self.model:
+            rank, size = rank * comm.size + comm.rank(), size * comm.size
+        vector = jnp.pad(vector, (0, size * width - vector.shape[0]))
+        return [lax.dynamic_slice_in_dim(vector, rank * width, width)]
+
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+        if not bucket.whole:
+            if not any(has_tiles(shape, bucket.tiles) for shape in bucket.layout.shapes):
+                return total
+            leaves = bucket.layout.windows(to_dense(total))
+            return jnp.concatenate([out_of_tiles(leaf, bucket.tiles).reshape(-1) for leaf in leaves])
+        vector = to_dense(total)
+        for comm in reversed(self.model):
+            vector = comm.all_gather(vector)
+        return vector.reshape(-1)[: bucket.layout.n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +206,15 @@ class Shards(Flat):
         return dataclasses.replace(self, intra=comms[0])
 
     def layout(self, bucket: Bucket) -> Layout:
-        width = -(-bucket.layout.n // self.intra.size)
-        return Layout(((width,),), (bucket.layout.dtype,), (0, width))
+        return _part(super().layout(bucket), [self.intra])
 
     def enter(
         self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[Leaf], keep: jax.Array, limit: float
     ) -> Sequence[Leaf]:
         """This worker's shard of the sum of the node's vectors (lines 2-4)."""
         (intra,) = comms
-        whole = Pending(None, leaves, keep, bucket.layout).add_up()
+        leaves = super().enter(comms, bucket, leaves, keep, limit)
+        whole = Pending(None, leaves, keep, super().layout(bucket)).add_up()
         if math.isfinite(limit):
             whole = jnp.clip(whole, -limit, limit)
         (width,) = self.layout(bucket).shapes[0]
@@ -138,7 +228,12 @@ class Shards(Flat):
         sent losslessly: a value that were rounded here would be in no residual.
         """
         (intra,) = comms
-        n, wire = bucket.layout.n, Full()
+        n = super().layout(bucket).n
+        return super().leave(comms, bucket, self._gathered(intra, n, total))
+
+    def _gathered(self, intra: Comm, n: int, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+        """The vector of length n of which each worker of the node has a shard."""
+        wire = Full()
         if isinstance(total, SparseVector):
             capacity, dtype = min(total.values.size, total.n), total.values.dtype
             if wire.words(capacity, total.n, dtype) >= total.n * dtype.itemsize // 4:
@@ -151,3 +246,12 @@ class Shards(Flat):
         begins = part.n * lax.iota(jnp.int32, intra.size)[:, None]
         indices = jnp.where(parts.indices < part.n, begins + parts.indices, n)
         return SparseVector(parts.values, indices, n).concatenate(min(indices.size, n))
+
+
+def _part(layout: Layout, comms: Sequence[Comm]) -> Layout:
+    """The layout of the part of a vector that one member of these networks has.
+
+    The last parts are filled up with zeros.
+    """
+    width = -(-layout.n // math.prod(comm.size for comm in comms))
+    return Layout(((width,),), (layout.dtype,), (0, width))

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 # A mark in place of an array that is moved: use what a new run would begin with.
@@ -58,7 +59,7 @@ class BucketState(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the last synchronisation did; each leaf has shape ``(1,)``.
+    """What the last synchronisation did, and how many were skipped; leaves have shape ``(1,)``.
 
     Attributes:
       selected: int32: elements that qualified on this worker.
@@ -71,6 +72,7 @@ class Report(NamedTuple):
       words: uint32: 4-byte words that this worker sent. A round in which pairs exchange counts for
         all workers, also for those that have no part in it: what is counted is the busiest path.
       messages: uint32: messages that this worker sent, counted likewise.
+      skipped: int32: synchronisations so far that met a non-finite gradient and were undone.
       thresholds: of each bucket that may be selected from, the magnitude that elements had to
         reach on this worker; 0 without a threshold.
       global_thresholds: likewise, the magnitude that they had to reach in the sum.
@@ -82,6 +84,7 @@ class Report(NamedTuple):
     updated: jax.Array
     words: jax.Array
     messages: jax.Array
+    skipped: jax.Array
     thresholds: tuple[jax.Array, ...]
     global_thresholds: tuple[jax.Array, ...]
 
@@ -93,12 +96,21 @@ class SparseAllReduceState(NamedTuple):
       step: int32, shape ``(1,)``: synchronisations so far, without those that met a non-finite
         gradient.
       sizes: int32, shape ``(levels,)``: how many workers synchronise, level by level.
+      shards: int32, shape ``(1,)``: how many devices share a worker's gradient; 1 unless the model
+        is sharded.
+      elements: uint32, shape ``(1,)``: elements of this device's share. It stays at its maximum
+        from 2**32 on.
+      dense_words: uint32, shape ``(1,)``: 4-byte words that this device would send if one dense
+        all-reduce summed the gradients in their own types. It stays at its maximum likewise.
       buckets: one for each vector that is synchronised.
       report: what the last step did.
     """
 
     step: jax.Array
     sizes: jax.Array
+    shards: jax.Array
+    elements: jax.Array
+    dense_words: jax.Array
     buckets: tuple[BucketState, ...]
     report: Report
 
@@ -108,22 +120,41 @@ class SparseAllReduceState(NamedTuple):
 
     def moved(self, old: "SparseAllReduceState", once: Any, move: Any) -> "SparseAllReduceState":
         """As in :class:`WorkerState`: residuals and velocities keep their sum over P."""
+        shards = self.step.shape[0]
 
         def bucket(now: BucketState, old: BucketState, once: BucketState) -> BucketState:
-            n = next((leaf.shape[0] for leaf in jax.tree.leaves(now.memory)), None)
+            n = next((leaf.shape[0] // shards for leaf in jax.tree.leaves(now.memory)), None)
 
             def part(now, old):
                 return now.moved(old, move, n) if hasattr(now, "moved") else move.of_each(now, old, own=True)
 
-            memory = jax.tree.map(move.vector, now.memory, old.memory, once.memory)
+            memory = jax.tree.map(lambda *leaf: move.vector(*leaf, shards), now.memory, old.memory, once.memory)
             reducer = jax.tree.map(part, now.reducer, old.reducer, is_leaf=lambda x: hasattr(x, "moved"))
             return BucketState(memory, reducer)
 
         return SparseAllReduceState(
-            move.of_each(self.step, old.step),
-            ANEW,
-            tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
-            jax.tree.map(move.of_each, self.report, old.report),
+            step=move.of_each(self.step, old.step),
+            sizes=ANEW,
+            shards=ANEW,
+            elements=ANEW,
+            dense_words=ANEW,
+            buckets=tuple(map(bucket, self.buckets, old.buckets, once.buckets)),
+            report=jax.tree.map(move.of_each, self.report, old.report),
+        )
+
+
+def check_not_donated(tree: Any) -> None:
+    """Refuses a state of which an array was donated.
+
+    To compute with a deleted array ends the process in some versions of jaxlib.
+    """
+    if any(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+        for leaf in jax.tree.leaves(tree)
+    ):
+        raise ValueError(
+            "the optimizer state was donated to a step, which overwrote its arrays: read the state that this step "
+            "returned"
         )
 
 

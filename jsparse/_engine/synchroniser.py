@@ -31,17 +31,44 @@ class Synchroniser:
 
     Attributes:
       levels: the networks that a worker is in.
+      model: the networks inside a worker whose devices hold a model in shards.
+      alike: whether updates are the same on all workers.
     """
 
+    alike = True
     levels: tuple[Comm, ...]
+    model: tuple[Comm, ...] = ()
 
     def over(self, *comms: Comm) -> "Synchroniser":
         """The same over other networks, as many as ``levels``."""
         raise NotImplementedError
 
+    def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "Synchroniser":
+        """The same for the shards of a sharded model that one device of a worker holds.
+
+        Args:
+          model: the networks inside a worker.
+          whole: the leaves, by number, of which each device has all.
+        """
+        raise NotImplementedError
+
     def init(self, params: Any) -> SparseAllReduceState:
         """The state before the first step."""
         raise NotImplementedError
+
+    def buckets(self, params: Any) -> list[Bucket]:
+        """Which leaves are one vector, one after another, for each of the state's ``buckets``.
+
+        Args:
+          params: as of :meth:`init`, or their shapes and types.
+
+        Raises:
+          ValueError: vectors are made of leaves in another way.
+        """
+        return []
+
+    def check_like(self, grads: Any, params: Any) -> None:
+        """Refuses gradients that are not those of these parameters, if their shapes tell."""
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         """The mean, in the shapes and types of the gradients, and the state after the step."""
@@ -135,6 +162,10 @@ class Composition(Synchroniser):
         return (self.comm, *self.space.comms)
 
     @property
+    def model(self) -> tuple[Comm, ...]:  # type: ignore[override]
+        return self.space.model
+
+    @property
     def workers(self) -> int:
         """How many workers sum a gradient, on all levels together."""
         return math.prod(comm.size for comm in self.levels)
@@ -142,8 +173,13 @@ class Composition(Synchroniser):
     def over(self, *comms: Comm) -> "Composition":
         return dataclasses.replace(self, comm=comms[0], space=self.space.over(*comms[1:]))
 
+    def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "Composition":
+        return dataclasses.replace(self, space=self.space.on_shards(model, whole))
+
     def parts(self, bucket: Bucket) -> tuple[Reducer, Memory]:
         """How a bucket is summed, and what is kept of it."""
+        if bucket.whole:  # It has a residual for what was pending in other shards of the model.
+            return Whole(Dense()), self.memory.in_dense_phase(flush=True)
         if bucket.dense:
             return Whole(Dense()), self.memory.for_dense()
         return self.reducer, self.memory
@@ -152,15 +188,21 @@ class Composition(Synchroniser):
         """Whether elements of a bucket are selected, so that it has thresholds to report."""
         return self.reducer.sparse and not bucket.dense
 
+    def buckets(self, params: Any) -> list[Bucket]:
+        if not self.space.as_leaves:
+            raise ValueError(f"the vectors of {self.space} are not leaves one after another, so they can't be cut anew")
+        return self.space.buckets(flatten(params)[0])
+
     def init(self, params: Any) -> SparseAllReduceState:
-        buckets = self.space.buckets(flatten(params)[0])
+        leaves, _ = flatten(params)
+        buckets = self.space.buckets(leaves)
         states = []
         for bucket in buckets:
             reducer, memory = self.parts(bucket)
             layout = self.space.layout(bucket)
             states.append(BucketState(memory.init(layout.n, layout.dtype), reducer.init(layout, self.comm.size)))
         thresholds = [jnp.zeros(1, bucket.layout.dtype) for bucket in buckets if self.selects(bucket)]
-        return begin(self.levels, self.space.agree_over, states, thresholds)
+        return begin(self.levels, self.space, leaves, states, thresholds)
 
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         means, state = self.reduce(grads, state)
@@ -169,14 +211,16 @@ class Composition(Synchroniser):
 
     def reduce(self, grads: Any, state: SparseAllReduceState) -> tuple[Means, SparseAllReduceState]:
         levels = [Metered(comm) for comm in self.levels]
-        everyone = [*levels, *map(Metered, self.space.agree_over)]
+        everyone = [*levels, *self.model]
         check(self, grads, state)
         leaves, _ = flatten(grads)
         buckets = self.space.buckets(leaves)
-        leaves = self.memory.prepare(list(map(one_run, leaves)), self.workers)
+        leaves = self.prepared(leaves)
 
         step, bad = state.step[0], jnp.array(False)
-        stateful = sum(bool(jax.tree.leaves(before)) for before in state.buckets)
+        remembering = [bucket for bucket, before in zip(buckets, state.buckets, strict=True) if jax.tree.leaves(before)]
+        # What every device has is short, and may wait.
+        stateful = sum(not bucket.whole for bucket in remembering) or len(remembering)
         if stateful == 1:
             step, bad = agree(everyone, step, leaves)
         left_out = [bad] * len(buckets)
@@ -193,8 +237,12 @@ class Composition(Synchroniser):
             wrong = jnp.where(jnp.any(jnp.stack(left_out)), step + 1, 0)
             bad = pmax_over(everyone, wrong) > 0
         selects = map(self.selects, buckets)
-        state = conclude(everyone, state, outcomes, selects, bad, step, undo=stateful > 1)
+        state = conclude(levels, self.model, state, outcomes, selects, bad, step, undo=stateful > 1)
         return Means(buckets, [outcome.quotient for outcome in outcomes], bad), state
+
+    def prepared(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        """What is made of a worker's gradients before they become vectors."""
+        return self.memory.prepare(list(map(one_run, leaves)), self.workers, self.space.norm)
 
     def synchronise(
         self,

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from .._vector.layout import Layout
 from .._vector.sparse_vector import Leaf, SparseVector
 from .agreement import check_floats
+from .shards import begin, on_shards
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
@@ -35,7 +36,7 @@ class SparseAllReduce(optax.GradientTransformationExtraArgs):
 
 def _init(synchroniser: Synchroniser, params: optax.Params) -> SparseAllReduceState:
     check_floats(params)
-    return synchroniser.init(params)
+    return begin(synchroniser, params)
 
 
 def _update(
@@ -45,7 +46,10 @@ def _update(
     params: optax.Params | None = None,
     **extra_args,
 ) -> tuple[optax.Updates, SparseAllReduceState]:
-    del params, extra_args
+    del extra_args
+    synchroniser = on_shards(synchroniser)
+    if params is not None:
+        synchroniser.check_like(updates, params)
     return synchroniser.update(updates, state)
 
 
@@ -73,8 +77,8 @@ def sync(
     Returns:
       The mean, in the order of ``jax.tree.leaves(grads)``, each raveled; and the new state. The
       mean is a :class:`SparseVector`. It is an array of shape ``(n,)`` if the all-reduce is dense,
-      or if its sum might fill in, as with few elements in all. After a non-finite gradient the
-      mean holds a NaN.
+      if its sum might fill in, as with few elements in all, or if a leaf is in tiles. After a
+      non-finite gradient the mean holds a NaN.
 
     Raises:
       ValueError: ``tx`` sums more than one vector, or is no preset.
@@ -84,7 +88,7 @@ def sync(
             f"tx is {type(tx).__name__}; sync takes a preset such as jsparse.oktopk(...) itself: apply what else a "
             "chain would hold (a learning rate, say) through the scale of jsparse.apply_sparse"
         )
-    means, state = tx.synchroniser.reduce(grads, state)
+    means, state = on_shards(tx.synchroniser).reduce(grads, state)
     if len(means.quotients) != 1:
         raise ValueError(
             f'this transform sums {len(means.quotients)} vectors, and sync returns one: take scope="global", '

@@ -93,8 +93,8 @@ def quantized(
 ) -> SparseAllReduce:
     """Averages dense gradients in fewer bits, by any quantizer.
 
-    There are quantizers for TernGrad, for signs with a scale, for 8 bits a value, for bfloat16 and
-    for float16.
+    There are quantizers for TernGrad, for signs with a scale, for 4 and 8 bits a value, for
+    bfloat16 and for float16.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.

@@ -39,6 +39,7 @@ def sparse_allreduce(
     error_feedback: bool | ErrorFeedback = True,
     scope: Scope = "global",
     dense_below: int = 0,
+    tiles: int | None = None,
     mean: Literal["workers", "contributors"] = "workers",
 ) -> SparseAllReduce:
     """Averages gradients over the workers sparsely: any selector with any all-reduce.
@@ -65,6 +66,11 @@ def sparse_allreduce(
         (``"leaf"``), so that XLA can overlap the leaves' messages with each other and with the
         backward pass.
       dense_below: leaves of fewer elements are summed densely, all together.
+      tiles: take leaves with two or more axes longer than 1 as matrices, whose last axis is the
+        columns, and select among their elements in the order of square tiles of this side: first
+        the whole tiles, row by row, then the smaller ones at the edges. So the blocks of
+        ``BlockTopK(k, tiles**2)`` are tiles, as in DeMo and SparseLoCo. The residual is in that
+        order, too. None leaves the elements in their own order. The update is dense at once.
       mean: divide the sum by the number of workers (``"workers"``), or each element by the number
         of workers that sent it (``"contributors"``), as DeMo and SparseLoCo do: the update is then
         larger than what was taken off the residuals. For ``TopkAllGather`` only.
@@ -100,7 +106,9 @@ def sparse_allreduce(
     if mean not in tuple(MEANS):
         raise ValueError(f'mean is {mean!r}; choose "workers" or "contributors"')
     reducer: Reducer = Whole(allreduce) if select is None else Selecting(select, allreduce, wire)
-    synchroniser = Composition(as_comm(comm), reducer, memory_of(error_feedback), Flat(scope, dense_below), MEANS[mean])
+    synchroniser = Composition(
+        as_comm(comm), reducer, memory_of(error_feedback), Flat(scope, dense_below, tiles=tiles), MEANS[mean]
+    )
     return SparseAllReduce.of(synchroniser)
 
 

@@ -135,7 +135,7 @@ def topk_dsa(comm: CommLike, *, density: float | None = None, **options: Unpack[
     It reduces by regions, and its messages stay sparse until the result fills in. This is the
     algorithm of :func:`ssar_split_allgather`, under the name that the Ok-Topk paper uses in its
     comparison. The density of the result, which section 5.2 of that paper reports, is
-    ``stats(opt_state).updated / n``.
+    ``metrics(opt_state)["jsparse/density"]``.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.

@@ -8,25 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from .._engine.state import ANEW, WorkerState, states_in
 from .._train.per_worker import PerWorkerState
-from .redistribute import interpolate, nearest, redistribute
+from .form import Local
+from .redistribute import interpolate, joined, nearest, parted, redistribute
 
 FIX = (
     "pass the chain and the parameters that the state was made with (if each worker has parameters of its own, pass "
-    "one worker's); only the number of workers may differ"
+    "one worker's); only the number of workers may differ, and, as before says, their shards"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Local:
-    """An array on one worker: its shape and type, and the axes over which it differs."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    axes: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +77,8 @@ class Move:
           own: whether its shape on a worker may depend on their number. If its shape does not fit
             then, it begins anew.
         """
+        if old is ANEW:
+            return ANEW
         fits = old.shape == (self.old * now.shape[0], *now.shape[1:]) or not math.prod(now.shape)
         if own and not fits and old.shape[0] % self.old == 0:
             return ANEW
@@ -103,21 +96,26 @@ class Move:
             rows = _dealt(rows, self.new)
         return rows.reshape(shape)
 
-    def vector(self, now: Local, old: Any, once: Local) -> Any:
-        """Moves a vector in the coordinates of the synchroniser's space, such as a residual."""
+    def vector(self, now: Local, old: Any, once: Local, shards: int) -> Any:
+        """Moves a vector in the coordinates of the synchroniser's space, such as a residual.
+
+        Args:
+          now, old, once: as in :meth:`tree`.
+          shards: the number of devices of a worker, each of which has such a vector.
+        """
         if not self.cut or self.same_nodes:
             return self.of_each(now, old)
-        _check(now, old, old.dtype == now.dtype and len(old) % self.old == 0)
-        nodes = redistribute(old.reshape(self.old_nodes, -1)[:, : once.shape[0]], self.new_nodes, self.old, self.new)
-        filled = now.shape[0] * (self.new // self.new_nodes)
-        return np.pad(nodes, ((0, 0), (0, filled - nodes.shape[1]))).reshape(-1)
+        _check(now, old, old.dtype == now.dtype and len(old) % (self.old * shards) == 0)
+        had = joined(old, self.old_nodes, self.old // self.old_nodes, shards, once.shape[0] // shards)
+        moved = redistribute(had.reshape(self.old_nodes, -1), self.new_nodes, self.old, self.new)
+        return parted(moved.reshape(self.new_nodes, shards, -1), self.new // self.new_nodes)
 
-    def boundaries(self, starts: np.ndarray, n: int | None) -> Any:
+    def boundaries(self, starts: Any, n: int | None) -> Any:
         """Moves the first indices of regions of ``n`` elements, the same on all nodes.
 
         The new regions have equal shares of what the old ones held.
         """
-        if n is None or not self.same_nodes:
+        if n is None or starts is ANEW or not self.same_nodes:
             return ANEW
         of_shards = starts.reshape(self.old_nodes, -1, self.old_nodes)[0]
         regions = np.stack([interpolate(row, n, self.new_nodes) for row in of_shards])
@@ -143,18 +141,17 @@ class Move:
         return self.old * self.new_nodes == self.new * self.old_nodes
 
 
-def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, halved: Mapping[str, Any]) -> Move:
+def between(axes: Mapping[str, int], now: Any, old: Any, once: Any, halved: Mapping[str, Any]) -> Move:
     """The move from the workers of a state to those of a mesh.
 
     Args:
-      mesh: the new mesh.
-      names: the axes along which its workers stand.
+      axes: the axes along which the new workers stand, with their sizes.
       now: the state as it is on one of the new workers.
       old: the state as given.
       once: the state as it is on a worker without others.
       halved: for each axis, the state as it is on one of two workers along that axis.
     """
-    axes = {name: mesh.shape[name] for name in names}
+    names = tuple(axes)
     cut = {name for name in names if _shapes(halved[name]) != _shapes(once)}
     remembering = [state for state in states_in(once) if jax.tree.leaves(state.buckets)]
     within = cut | {name for name in names if any(name not in state.step.axes for state in remembering)}
@@ -169,7 +166,9 @@ def between(mesh: Mesh, names: Sequence[str], now: Any, old: Any, once: Any, hal
 
 def _workers(now: Any, old: Any) -> int:
     """The number of workers that a state belongs to; 1 if the state is alike on all workers."""
-    found = {state.step.shape[0] for state in states_in(old)}
+    found = {
+        there.step.shape[0] // here.step.shape[0] for here, there in zip(states_in(now), states_in(old), strict=True)
+    }
     for here, there in zip(states_in(now, PerWorkerState), states_in(old, PerWorkerState), strict=True):
         if not states_in(here):
             pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
@@ -184,11 +183,12 @@ def _nodes(now: Any, old: Any) -> int:
     """
     found = set()
     for here, there in zip(states_in(now), states_in(old), strict=True):
-        workers, levels = there.step.shape[0], here.sizes.shape[0]
-        if there.sizes.shape != (workers * levels,):
+        shards = here.step.shape[0]
+        workers, levels = there.step.shape[0] // shards, here.sizes.shape[0] // shards
+        wanted = (there.step.shape[0] * levels,)
+        if there.sizes.shape != wanted:
             raise ValueError(
-                f"the state's sizes have shape {there.sizes.shape}; for {workers} workers it is {(workers * levels,)}: "
-                f"{FIX}"
+                f"the state's sizes have shape {there.sizes.shape}; for {workers} workers it is {wanted}: {FIX}"
             )
         if jax.tree.leaves(here.buckets):
             found.add(int(there.sizes[0]))

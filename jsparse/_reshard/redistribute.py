@@ -65,6 +65,28 @@ def _last_bit(x: np.ndarray) -> np.ndarray:
     return np.where(some, np.ldexp((whole & -whole).astype(np.float64), exponent - 53), 2.0**1000)
 
 
+def joined(parts: np.ndarray, nodes: int, gpus: int, shards: int, n: int) -> np.ndarray:
+    """The vectors that the workers of each node hold in parts, shape ``(nodes, shards, n)``.
+
+    Args:
+      parts: those of all devices end to end: node by node, in a node worker by worker, and in a
+        worker shard by shard of the model.
+      nodes: the number of nodes.
+      gpus: the number of workers in a node.
+      shards: the number of devices of a worker.
+      n: the length of a vector. Its last parts may be filled up.
+    """
+    return parts.reshape(nodes, gpus, shards, -1).swapaxes(1, 2).reshape(nodes, shards, -1)[:, :, :n]
+
+
+def parted(vectors: np.ndarray, gpus: int) -> np.ndarray:
+    """The inverse of :func:`joined`: all parts end to end, the last ones filled up with zeros."""
+    nodes, shards, n = vectors.shape
+    width = -(-n // gpus)
+    filled = np.pad(vectors, ((0, 0), (0, 0), (0, gpus * width - n)))
+    return filled.reshape(nodes, shards, gpus, width).swapaxes(1, 2).reshape(-1)
+
+
 def nearest(rows: np.ndarray, size: int) -> np.ndarray:
     """For each new row, the given row over which it begins: for arrays that have no mean."""
     return rows[np.arange(size) * len(rows) // size]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from .._comm.traffic import COLLECTIVES
+from .._comm.collectives import COLLECTIVES
 
 # Primitives that may keep a shape but still mix elements; and how the names of further ones begin.
 MIXING = {

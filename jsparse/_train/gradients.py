@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._comm.comm import Comm, CommLike, as_comm
+from .._engine.shards import place_as_params
+from .._vector.arguments import check_kind
 
 
 def local_value_and_grad(
@@ -50,18 +52,22 @@ class Loss:
       has_aux: whether it returns metrics beside the loss.
       has_model_state: whether it takes and returns a model state.
       with_key: whether it takes a random key.
+      with_extra: whether it takes inputs that are not cut up.
     """
 
     fn: Callable[..., Any]
     has_aux: bool
     has_model_state: bool
     with_key: bool
+    with_extra: bool
 
-    def __call__(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple[Any, tuple[Any, Any]]:
+    def __call__(self, params: Any, batch: Any, model_state: Any, key: Any, extra: Any) -> tuple[Any, tuple[Any, Any]]:
         """Returns ``(loss, (model_state, aux))``. What the function does not return is None."""
         kwargs = {"model_state": model_state} if self.has_model_state else {}
         if self.with_key:
             kwargs["key"] = key
+        if self.with_extra:
+            kwargs["extra"] = extra
         out = self.fn(params, batch, **kwargs)
         if self.has_model_state:
             loss, rest = out
@@ -84,31 +90,37 @@ class Gradients:
     comm: Comm
     micro_batches: int
 
-    def __call__(self, params: Any, kept: Any, batch: Any, key: Any) -> tuple[Any, Any, Any]:
+    def __post_init__(self):
+        check_kind("micro_batches", self.micro_batches, int)
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches is {self.micro_batches}; it is the number of parts of a batch, at least 1")
+
+    def __call__(self, params: Any, kept: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any, Any]:
         """Returns ``(model state, (loss, aux), gradient)``.
 
         The loss, the metrics and the gradient are means over the parts. The model state passes
         from part to part.
         """
         if self.micro_batches == 1:
-            return self._of_part(params, kept, batch, key, 0)
-        parts = jax.tree.map(lambda x: x.reshape(self.micro_batches, -1, *x.shape[1:]), batch)
+            return self._of_part(params, kept, batch, key, extra, 0)
+        # Part i has examples i, i + m, and so on: each device of a sharded batch has some of them.
+        parts = jax.tree.map(lambda x: x.reshape(-1, self.micro_batches, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add(carry, numbered):
             kept, total = carry
-            kept, report, grads = self._of_part(params, kept, numbered[1], key, numbered[0])
+            kept, report, grads = self._of_part(params, kept, numbered[1], key, extra, numbered[0])
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype) / self.micro_batches, total, grads)
-            return (self.comm.varying(kept), total), report
+            return (self.comm.varying(kept), place_as_params(total)), report
 
         wide = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.result_type(p, jnp.float32)), params)
-        start = self.comm.varying((kept, wide))
+        start = self.comm.varying((kept, place_as_params(wide)))
         (kept, total), reports = lax.scan(add, start, (jnp.arange(self.micro_batches), parts))
         report = jax.tree.map(lambda x: jnp.mean(x, axis=0), reports)
         return kept, report, jax.tree.map(lambda t, p: t.astype(p.dtype), total, params)
 
-    def _of_part(self, params: Any, kept: Any, part: Any, key: Any, number: Any) -> tuple[Any, Any, Any]:
+    def _of_part(self, params: Any, kept: Any, part: Any, key: Any, extra: Any, number: Any) -> tuple[Any, Any, Any]:
         if self.loss.with_key:
             key = jax.random.fold_in(jax.random.fold_in(key, self.comm.rank()), number)
         value_and_grad = local_value_and_grad(self.loss, self.comm, has_aux=True)
-        (value, (kept, aux)), grads = value_and_grad(params, part, kept, key)
+        (value, (kept, aux)), grads = value_and_grad(params, part, kept, key, extra)
         return kept, (value, aux), grads

@@ -89,16 +89,25 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params):
-        return PerWorkerState(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape or (1,)), tx.init(params)))
+        return PerWorkerState(as_parts(tx.init(params)))
 
     def update_fn(updates, state, params=None, **extra_args):
         shapes = jax.eval_shape(tx.init, updates)
         _check_parts(state.inner, shapes)
-        inner = jax.tree.map(lambda leaf, shape: leaf.reshape(shape.shape), state.inner, shapes)
-        updates, inner = tx.update(updates, inner, params, **extra_args)
-        return updates, PerWorkerState(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape or (1,)), inner))
+        updates, inner = tx.update(updates, from_parts(state.inner, shapes), params, **extra_args)
+        return updates, PerWorkerState(as_parts(inner))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def as_parts(tree: Any) -> Any:
+    """A worker's arrays as its parts of a :class:`PerWorkerState`: scalars get an axis."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape or (1,)), tree)
+
+
+def from_parts(parts: Any, like: Any) -> Any:
+    """The arrays of which :func:`as_parts` made these, in the shapes of others."""
+    return jax.tree.map(lambda leaf, shape: leaf.reshape(shape.shape), parts, like)
 
 
 def _check_parts(state: Any, shapes: Any) -> None:

@@ -78,6 +78,15 @@ def check_update(
     jax.tree_util.tree_map_with_path(lambda path, leaf, spec: check(path, leaf, spec, "the state "), state, specs)
 
 
+def check_whole_optimizer(state: Any) -> None:
+    """Refuses an optimizer in ``jsparse.sharded`` for a sharded model."""
+    if states_in(state, ShardedState):
+        raise ValueError(
+            "jsparse.sharded cuts an optimizer among the workers, and a sharded model's is cut inside them already, by "
+            "param_specs: leave jsparse.sharded out"
+        )
+
+
 def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
     """Returns the axis; refuses one that the mesh does not have."""
     if not isinstance(axis, str | tuple):

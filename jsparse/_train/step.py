@@ -8,29 +8,29 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from .._comm.comm import Comm
-from .._vector.arguments import check_kind
+from .._engine.agreement import check_arrays
 from .gradients import Gradients, Loss
+from .on_shards import OnShardedMesh
 from .per_worker import per_worker
-from .placement import AxisName
+from .placement import AxisName, check_axis
 from .state import TrainState, mean
 from .workers import Workers, with_axis, without_axis, workers_of
 
 
-class TrainStep:
-    """A jitted training step, made by :func:`train_step`.
+class Step:
+    """A jitted step over a :class:`TrainState`. It donates the old state.
 
-    ``step(state, batch)``, or ``step(state, batch, key)``, returns the new state and the loss, or
-    ``(loss, aux)``, averaged over workers and micro-batches. It donates the old state, which can't
-    be used again.
+    Attributes:
+      tx: the transformation whose state ``opt_state`` is, as :func:`jsparse.reshard` wants it.
     """
 
     def __init__(self, body: "Body"):
         self._body = body
         self._run = jax.jit(body.run, donate_argnums=0)
-        self._average = body.workers.on_each(functools.partial(mean, body.workers.comm), stacked=True)
+        self.tx: optax.GradientTransformation = body.tx
 
     def init(self, params: Any, model_state: Any = None) -> TrainState:
         """Makes the state before the first step, each worker's part on its own devices.
@@ -44,10 +44,89 @@ class TrainStep:
           P.
 
         Raises:
-          ValueError: several processes begin with different parameters or model states; or as
-            :func:`jsparse.init`.
+          ValueError: a parameter is no array; several processes begin with different parameters or
+            model states; or as :func:`jsparse.init`.
         """
         return self._body.begin(params, model_state)
+
+    def __call__(
+        self, state: TrainState, batch: Any, key: jax.Array | None = None, *, extra: Any = None
+    ) -> tuple[TrainState, Any]:
+        """Trains on one batch.
+
+        Args:
+          state: from :meth:`init` or from the step before; donated.
+          batch: a pytree of arrays. Its leading axis has the examples of all workers and
+            micro-batches. If there are several processes, each passes the examples of its own
+            workers, as many as the others do, in the order of its devices in the mesh; or all pass
+            global arrays, which are used as they are. Of :func:`local_steps`, the batches of a
+            round: a leading axis for its steps, and then that of the examples.
+          key: a random key, a different one in each step. It is folded with the worker's rank and
+            the micro-batch's number. All processes pass the same key.
+          extra: what ``loss_fn`` takes as ``extra``: a pytree, of which every worker is given all.
+            It is not donated. All processes pass the same values.
+
+        Returns:
+          The new state, and the mean loss or ``(loss, aux)``.
+
+        Raises:
+          ValueError: the batch can't be divided, or a key or ``extra`` is missing or not expected.
+        """
+        return self._run(state, self._whole(batch, key, extra), (key, extra))
+
+    def lower(
+        self, state: TrainState, batch: Any, key: jax.Array | None = None, *, extra: Any = None
+    ) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, or their shapes, as jitted functions do."""
+        return self.trace(state, batch, key, extra=extra).lower()
+
+    def trace(
+        self, state: TrainState, batch: Any, key: jax.Array | None = None, *, extra: Any = None
+    ) -> jax.stages.Traced:
+        """Traces the step for these arguments, or their shapes, as jitted functions do."""
+        return self._run.trace(state, self._whole(batch, key, extra), (key, extra))
+
+    def _whole(self, batch: Any, key: jax.Array | None, extra: Any) -> Any:
+        """The batch of all processes.
+
+        It is refused if it can't be divided, or if a key or ``extra`` is missing or not expected.
+        """
+        workers, gradients = self._body.workers, self._body.gradients
+        steps = self._body.batches
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            name, shape, (count, sharers) = jax.tree_util.keystr(path), jnp.shape(leaf), workers.sharers(leaf)
+            parts, axis = count * gradients.micro_batches, workers.batch_axis
+            if shape[:axis] != steps:
+                raise ValueError(
+                    f"batch leaf {name} has shape {shape}; a round has {steps[0]} steps: stack as many batches along a "
+                    "leading axis"
+                )
+            if len(shape) <= axis or not shape[axis] or shape[axis] % parts:
+                raise ValueError(
+                    f"batch leaf {name} has shape {shape}; its {'second' if axis else 'leading'} axis is divided among "
+                    f"{sharers} and micro-batches, so its length must be a positive multiple of {parts}"
+                )
+        loss = gradients.loss
+        for name, given, wanted in (("key", key, loss.with_key), ("extra", extra, loss.with_extra)):
+            if (given is not None) != wanted:
+                raise ValueError(
+                    f"pass {name} to the step if and only if it was made with with_{name}=True, and loss_fn takes it "
+                    f"as the keyword argument {name}"
+                )
+        return workers.whole(batch)
+
+
+class TrainStep(Step):
+    """A jitted training step, made by :func:`train_step`.
+
+    ``step(state, batch)``, with a ``key`` or ``extra`` where ``loss_fn`` takes them, returns the
+    new state and the loss, or ``(loss, aux)``, averaged over workers and micro-batches. It donates
+    the old state, which can't be used again.
+    """
+
+    def __init__(self, body: "Body"):
+        super().__init__(body)
+        self._average = body.workers.on_each(functools.partial(mean, body.workers.comm), stacked=True)
 
     def sync_params(self, state: TrainState) -> TrainState:
         """Averages parameters that are kept per worker, so that training goes on from equal ones.
@@ -72,55 +151,6 @@ class TrainStep:
             )
         return state._replace(params=self._average(state.params))
 
-    def __call__(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> tuple[TrainState, Any]:
-        """Trains on one batch.
-
-        Args:
-          state: from :meth:`init` or from the step before; donated.
-          batch: a pytree of arrays. Its leading axis has the examples of all workers and
-            micro-batches. If there are several processes, each passes the examples of its own
-            workers, as many as the others do, in the order of its devices in the mesh; or all pass
-            global arrays, which are used as they are.
-          key: a random key, a different one in each step. It is folded with the worker's rank and
-            the micro-batch's number. All processes pass the same key.
-
-        Returns:
-          The new state, and the mean loss or ``(loss, aux)``.
-
-        Raises:
-          ValueError: the batch can't be divided, or a key is missing or not expected.
-        """
-        return self._run(state, self._whole(batch, key), key)
-
-    def lower(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, or their shapes, as jitted functions do."""
-        return self.trace(state, batch, key).lower()
-
-    def trace(self, state: TrainState, batch: Any, key: jax.Array | None = None) -> jax.stages.Traced:
-        """Traces the step for these arguments, or their shapes, as jitted functions do."""
-        return self._run.trace(state, self._whole(batch, key), key)
-
-    def _whole(self, batch: Any, key: jax.Array | None) -> Any:
-        """The batch of all processes.
-
-        It is refused if it can't be divided, or if a key is missing or not expected.
-        """
-        workers, gradients = self._body.workers, self._body.gradients
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape, (count, whose) = jnp.shape(leaf), workers.sharers(leaf)
-            parts = count * gradients.micro_batches
-            if not shape or not shape[0] or shape[0] % parts:
-                raise ValueError(
-                    f"batch leaf {jax.tree_util.keystr(path)} has shape {shape}; its leading axis is divided among "
-                    f"{whose}workers and micro-batches, so its length must be a positive multiple of {parts}"
-                )
-        if (key is not None) != gradients.loss.with_key:
-            raise ValueError(
-                "pass a random key to the step if and only if train_step was given with_key=True, "
-                "and loss_fn takes it as the keyword argument key"
-            )
-        return workers.whole(batch)
-
 
 def train_step(
     loss_fn: Callable[..., Any],
@@ -133,22 +163,27 @@ def train_step(
     params: Literal["replicated", "per_worker"] = "replicated",
     model_state: Literal["mean", "per_worker"] | None = None,
     with_key: bool = False,
+    with_extra: bool = False,
+    param_specs: Any = None,
+    batch_spec: PartitionSpec | None = None,
     check_vma: bool = True,
 ) -> TrainStep:
     """Makes a data-parallel training step: gradients, synchronisation and update in one program.
 
     Args:
       loss_fn: a worker's loss, ``loss_fn(params, batch)``, with the keyword arguments
-        ``model_state`` and ``key`` if they are asked for below. It returns the loss; with
-        ``has_aux``, ``(loss, aux)``; with ``model_state``, ``(loss, model_state)`` or
+        ``model_state``, ``key`` and ``extra`` if they are asked for below. It returns the loss;
+        with ``has_aux``, ``(loss, aux)``; with ``model_state``, ``(loss, model_state)`` or
         ``(loss, (model_state, aux))``.
       tx: an optax chain that holds one jsparse transformation; with parameters per worker, any
         chain.
-      mesh: the devices; None if each process is one worker, with arrays of its own.
+      mesh: the devices; None if each process is one worker, with arrays of its own, or if the step
+        and its ``init`` are called inside ``jax.vmap(axis_name=axis)``, which simulates workers.
       axis: the mesh axis, or axes, along which the workers stand. Batches are divided along it.
-        Parameters are replicated over the whole mesh, unless each worker has its own. Without a
-        mesh, a :class:`Comm` of all workers, such as :class:`MpiComm`. A batch is then this
-        process's share, and a leading axis of P, below, is one of 1.
+        Parameters are replicated over the whole mesh, unless each worker has its own, or
+        ``param_specs`` places them. Without a mesh, the axis of ``vmap``, or a :class:`Comm` of
+        all workers, such as :class:`MpiComm`. A batch is then this worker's share, and a leading
+        axis of P, below, is one of 1.
       has_aux: whether ``loss_fn`` returns metrics beside the loss: numbers, which are averaged.
       micro_batches: the number of parts in which each worker's share of a batch is computed. They
         are computed one after the other, with one synchronisation for all.
@@ -164,6 +199,18 @@ def train_step(
         leaves have a leading axis of P; random keys among them are made different. In a state that
         is averaged, a random key is the same on all workers: use ``with_key`` for dropout.
       with_key: whether ``loss_fn`` takes a random key.
+      with_extra: whether ``loss_fn`` takes inputs that are not cut up among the workers, such as a
+        step's number or the parameters of a teacher: the step's ``extra``.
+      param_specs: how each worker holds the parameters in shards, along the axes of the mesh
+        beside ``axis``: a PartitionSpec, or NamedSharding, for every leaf, or every subtree. The
+        forward and the backward pass are sharded by XLA. Each device synchronises its own shards,
+        and only along ``axis``. Parameters, the optimizer's state and the residual stay in shards.
+        A leaf that lacks an axis of the mesh is cut by it for the synchronisation. Where it has no
+        axis of a length that can be cut so, it is averaged densely. The model state is whole on
+        every device. See :doc:`sharded`.
+      batch_spec: with ``param_specs``, how every leaf of a batch is placed. Its first axis is cut
+        along ``axis``, and may be cut further: ``PartitionSpec(("replica", "fsdp"))``. The default
+        is ``PartitionSpec(axis)``, and arrays that are placed already stay as they are.
       check_vma: as for ``jax.shard_map``: whether to verify that what should be alike on all
         workers is. Without a mesh this can't be verified.
 
@@ -171,9 +218,10 @@ def train_step(
       The step.
 
     Raises:
-      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; ``micro_batches`` is
-        not positive. From ``init``: ``tx`` does not synchronise, and parameters are replicated; or
-        processes begin with different ones.
+      ValueError: the mesh lacks the axis; ``micro_batches`` is not positive; specs are not of the
+        form above. From ``init``: ``tx`` does not synchronise, and parameters are replicated; or
+        processes begin with different ones; or parameters are in shards, and ``param_specs`` is
+        missing; or there is no mesh, and the axis is not bound.
 
     Example::
 
@@ -183,18 +231,32 @@ def train_step(
       for batch in batches:
           state, loss = step(state, batch)
     """
-    workers = workers_of(mesh, axis, check_vma=check_vma)
-    check_kind("micro_batches", micro_batches, int)
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches is {micro_batches}; it is the number of parts of a batch, at least 1")
     if params not in ("replicated", "per_worker"):
         raise ValueError(f'params is {params!r}; choose "replicated" or "per_worker"')
-    if model_state not in (None, "mean", "per_worker"):
-        raise ValueError(f'model_state is {model_state!r}; choose "mean", "per_worker" or None')
+    workers = placed_workers(mesh, axis, check_vma, param_specs, batch_spec)
     differ = params == "per_worker"
     tx = per_worker(tx) if differ else optax.with_extra_args_support(tx)
-    gradients = Gradients(Loss(loss_fn, has_aux, model_state is not None, with_key), workers.comm, micro_batches)
-    return TrainStep(Body(workers, gradients, tx, differ, model_state))
+    loss = Loss(loss_fn, has_aux, model_state is not None, with_key, with_extra)
+    return TrainStep(Body(workers, Gradients(loss, workers.comm, micro_batches), tx, differ, model_state))
+
+
+def placed_workers(
+    mesh: Mesh | None,
+    axis: AxisName | Comm,
+    check_vma: bool,
+    param_specs: Any,
+    batch_spec: PartitionSpec | None,
+    *,
+    batch_axis: int = 0,
+) -> Workers:
+    """The workers of a step, each with whole parameters or with shards of them."""
+    if param_specs is None:
+        if batch_spec is not None:
+            raise ValueError("batch_spec is for sharded models; pass param_specs with it, or leave it out")
+        return workers_of(mesh, axis, check_vma=check_vma, batch_axis=batch_axis)
+    if mesh is None:
+        raise ValueError("param_specs places parameters on a mesh, and there is none: pass the mesh")
+    return OnShardedMesh(mesh, check_axis(mesh, axis), check_vma, param_specs, batch_spec, batch_axis=batch_axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +277,15 @@ class Body:
     differ: bool
     model_state: Literal["mean", "per_worker"] | None
 
+    def __post_init__(self):
+        if self.model_state not in (None, "mean", "per_worker"):
+            raise ValueError(f'model_state is {self.model_state!r}; choose "mean", "per_worker" or None')
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The lengths of a batch's axes before that of the examples."""
+        return ()
+
     def begin(self, params: Any, kept: Any) -> TrainState:
         """The state before the first step."""
         if (kept is None) != (self.model_state is None):
@@ -222,21 +293,25 @@ class Body:
                 f"train_step was given model_state={self.model_state!r}, and init {'no' if kept is None else 'a'} "
                 "model state: pass it to both (train_step takes model_state='mean' or 'per_worker'), or to neither"
             )
-        params, kept = self.workers.everywhere(jax.tree.map(_strong_copy, (params, kept)))
+        check_arrays(params)
+        params, kept = self.workers.place(params), self.workers.everywhere(kept)
         opt_state = self.workers.begin(self.tx, params, per_worker=self.differ)
-        params, kept = self.change_own(self.workers.for_each, params, kept)
+        if self.differ:
+            params = self.workers.params_for_each(params)
+        if self.model_state == "per_worker":
+            kept = self.workers.for_each(kept)
         return TrainState(params, opt_state, kept)
 
-    def run(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
+    def run(self, state: TrainState, batch: Any, whole: Any) -> tuple[TrainState, Any]:
         """One step on all workers."""
         stacked = TrainState(self.differ, None, self.model_state == "per_worker")
-        state, (value, aux) = self.workers.run(self.local_step, stacked, state, batch, key)
+        state, (value, aux) = self.workers.run(self.local_step, stacked, state, batch, whole)
         return state, (value, aux) if self.gradients.loss.has_aux else value
 
-    def local_step(self, state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
+    def local_step(self, state: TrainState, batch: Any, whole: Any) -> tuple[TrainState, Any]:
         """One step on one worker: its gradient, the synchronisation in the chain, the update."""
         params, kept = self.change_own(without_axis, state.params, state.model_state)
-        kept, report, grads = self.gradients(params, kept, batch, key)
+        kept, report, grads = self.gradients(params, kept, batch, *whole)
         report, kept = self.share(report, kept)
         updates, opt_state = self.tx.update(grads, state.opt_state, params, value=report[0])
         stack = functools.partial(with_axis, self.workers.comm)
@@ -255,13 +330,3 @@ class Body:
         if self.model_state == "mean":
             return mean(self.workers.comm, (report, kept))
         return mean(self.workers.comm, report), kept
-
-
-def _strong_copy(x: Any) -> jax.Array:
-    """A copy that is not weakly typed.
-
-    A step would return a weakly typed array as a strongly typed one, and the next step would be
-    compiled again.
-    """
-    x = jnp.asarray(x)
-    return jnp.copy(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.array(x, x.dtype)

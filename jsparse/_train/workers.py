@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm, Comm, as_comm
-from .._comm.processes import check_equal_values, from_shares, is_share, local_workers, numbers, put_everywhere
+from .._comm.processes import check_equal_values, from_shares, is_share, local_parts, numbers, put
+from .._engine.agreement import check_arrays
 from .._engine.state import states_in
 from .placement import AxisName, check_axis, check_order, check_update, state_specs
 
@@ -24,10 +26,15 @@ class Workers:
 
     Attributes:
       comm: how they communicate.
+      batch_axis: the axis of a batch that is divided among the workers.
+      lockstep: whether workers must run every loop equally often, as XLA's messages inside a
+        worker may be one operation of all.
     """
 
-    def __init__(self, comm: Comm):
-        self.comm = comm
+    lockstep = False
+
+    def __init__(self, comm: Comm, batch_axis: int = 0):
+        self.comm, self.batch_axis = comm, batch_axis
 
     def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
         """The state of a chain before the first step, placed on its devices.
@@ -43,35 +50,46 @@ class Workers:
                 "as jsparse.dense(comm), or give each worker parameters of its own: "
                 'train_step(..., params="per_worker")'
             )
-        check_equal_values(numbers(params), lambda digest: self.comm.all_gather(jnp.asarray(digest)))
+        # Within one program parameters are the same array. An axis that is not bound is refused.
+        if not (isinstance(self.comm, AxisComm) and self.comm.size):
+            check_equal_values(numbers(params), lambda digest: self.comm.all_gather(jnp.asarray(digest)))
         return state
 
-    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
-        """Runs ``local(state, batch, key) -> (state, report)`` on every worker.
+    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, whole: Any) -> Any:
+        """Runs ``local(state, batch, whole) -> (state, report)`` on every worker.
 
         Args:
           local: is given one worker's part of the state and of the batch.
           stacked: a state of bools: which parts have a leading axis for the workers. It is None
             for the optimizer's state, which tells this itself.
-          state, batch, key: global arrays, or this process's.
+          state, batch: global arrays, or this process's.
+          whole: further arguments, of which each worker is given all.
         """
-        return local(state, batch, key)
+        return local(state, batch, whole)
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
-        """Among how many workers a leaf of a batch is divided, and whose they are, in words."""
-        return 1, "this process's "
+        """Among how many workers, or devices, a leaf of a batch is divided, and their name."""
+        return 1, "this process's workers"
 
     def whole(self, batch: Any) -> Any:
         """The batch of all processes, made from this process's share."""
         return batch
 
     def everywhere(self, tree: Any) -> Any:
-        """The tree with the same values on all workers."""
-        return tree
+        """A copy of the tree with the same values on all workers."""
+        return _strong_copy(tree)
+
+    def place(self, params: Any) -> Any:
+        """A copy of the parameters with the same values on all workers."""
+        return self.everywhere(params)
+
+    def params_for_each(self, params: Any) -> Any:
+        """A copy of the parameters for each worker, along a leading axis."""
+        return self.for_each(params)
 
     def for_each(self, tree: Any) -> Any:
         """A copy of the tree for each worker, along a leading axis."""
-        return _copies(self.comm.rank()[None], tree)
+        return copies(self.comm.rank()[None], tree)
 
     def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
         """A jitted function that runs ``local`` on each worker's part of a tree.
@@ -82,21 +100,18 @@ class Workers:
           local: a function whose result is alike on all workers.
           stacked: whether the result gets the leading axis again. If so, the argument is donated.
         """
-        return jax.jit(_on_one(self.comm, local, stacked), donate_argnums=0 if stacked else ())
+        return jax.jit(on_one(self.comm, local, stacked), donate_argnums=0 if stacked else ())
 
 
-def workers_of(mesh: Mesh | None, axis: AxisName | Comm, *, check_vma: bool = True) -> Workers:
-    """The workers along the axes of a mesh; without a mesh, those of a Comm, one in each process.
+def workers_of(mesh: Mesh | None, axis: AxisName | Comm, *, check_vma: bool = True, batch_axis: int = 0) -> Workers:
+    """The workers along the axes of a mesh; without a mesh, those of a Comm.
 
     Raises:
-      ValueError: the mesh lacks the axis, or there is no mesh and no Comm.
+      ValueError: the mesh lacks the axis.
     """
     if mesh is not None:
-        return OnMesh(mesh, check_axis(mesh, axis), check_vma)
-    comm = as_comm(axis)
-    if isinstance(comm, AxisComm):
-        raise ValueError(f"axis is {comm.axis!r}, and mesh is None: pass a mesh, or a Comm such as jsparse.MpiComm()")
-    return Workers(comm)
+        return OnMesh(mesh, check_axis(mesh, axis), check_vma, batch_axis=batch_axis)
+    return Workers(as_comm(axis), batch_axis)
 
 
 def init(
@@ -125,11 +140,12 @@ def init(
       ``tx.init(params)``.
 
     Raises:
-      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; several processes have
-        different parameters; or the chain would let replicas drift apart: a state that differs
-        between workers is not in :func:`jsparse.per_worker`, or, without ``per_worker``, an update
-        is not alike on all workers.
+      ValueError: the mesh lacks the axis, or there is no mesh and no Comm; a parameter is no
+        array; several processes have different parameters; or the chain would let replicas drift
+        apart: a state that differs between workers is not in :func:`jsparse.per_worker`, or,
+        without ``per_worker``, an update is not alike on all workers.
     """
+    check_arrays(params)
     return workers_of(mesh, axis).begin(tx, params, per_worker=per_worker)
 
 
@@ -139,11 +155,20 @@ class OnMesh(Workers):
     Each of several processes has some of its devices.
     """
 
-    def __init__(self, mesh: Mesh, axis: AxisName, check_vma: bool):
-        super().__init__(AxisComm(axis))
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: AxisName,
+        check_vma: bool,
+        batch_spec: PartitionSpec | None = None,
+        *,
+        batch_axis: int = 0,
+    ):
+        super().__init__(AxisComm(axis), batch_axis)
         self._mesh, self._axis, self._check_vma = mesh, axis, check_vma
-        self._workers = number_of_workers(mesh, axis)
-        self._sharding = NamedSharding(mesh, PartitionSpec(axis))
+        self._workers = self._devices = number_of_workers(mesh, axis)
+        self._parted = PartitionSpec(*[None] * batch_axis, axis)
+        self._sharding = NamedSharding(mesh, PartitionSpec(*[None] * batch_axis, *(batch_spec or (axis,))))
 
     def begin(self, tx: optax.GradientTransformation, params: Any, *, per_worker: bool) -> Any:
         everywhere = PartitionSpec()
@@ -157,57 +182,77 @@ class OnMesh(Workers):
 
         jax.eval_shape(jax.shard_map(probe, mesh=self._mesh, in_specs=everywhere, out_specs=everywhere), params)
         make = jax.jit(jax.shard_map(tx.init, mesh=self._mesh, in_specs=everywhere, out_specs=found[0]))
-        return make(self.everywhere(params))
+        _check_whole(params)
+        return make(put(params, NamedSharding(self._mesh, everywhere)))
 
-    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, key: Any) -> Any:
+    def run(self, local: Callable[..., Any], stacked: Any, state: Any, batch: Any, whole: Any) -> Any:
         self._check_size(state, stacked)
-        whole, parted = PartitionSpec(), PartitionSpec(self._axis)
-        params, kept = (parted if by else whole for by in (stacked.params, stacked.model_state))
-        specs = type(state)(params, state_specs(state.opt_state, self._axis), kept)
+        specs, everywhere = self._specs(state, stacked), PartitionSpec()
         step = jax.shard_map(
             local,
             mesh=self._mesh,
-            in_specs=(specs, parted, whole),
-            out_specs=(specs, whole),
+            in_specs=(specs, self._parted, everywhere),
+            out_specs=(specs, everywhere),
             check_vma=self._check_vma,
         )
         if AxisType.Explicit in self._mesh.axis_types:
             batch = jax.tree.map(lambda x: jax.sharding.reshard(x, self._sharding), batch)
-        return step(state, batch, key)
+        return step(state, batch, whole)
+
+    def _specs(self, state: Any, stacked: Any) -> Any:
+        """How the parts of a state are divided among the workers."""
+        params, kept = (
+            PartitionSpec(self._axis) if by else PartitionSpec() for by in (stacked.params, stacked.model_state)
+        )
+        return type(state)(params, state_specs(state.opt_state, self._axis), kept)
 
     def _check_size(self, state: Any, stacked: Any) -> None:
         """Refuses a state of another number of workers."""
-        parts = [own.step for own in states_in(state.opt_state)]
+        parts = [(own.step, self._devices) for own in states_in(state.opt_state)]
         for tree, by in zip(state, stacked, strict=True):
-            parts += jax.tree.leaves(tree) if by else []
-        for part in parts:
-            if part.shape[:1] != (self._workers,):
+            parts += [(leaf, self._workers) for leaf in jax.tree.leaves(tree) if by]
+        for part, count in parts:
+            if part.shape[:1] != (count,):
                 raise ValueError(
-                    f"an array of the state has shape {part.shape}, and there are {self._workers} workers, with a part "
-                    "for each: carry the state over to as many workers with jsparse.reshard(tx, opt_state, params, "
-                    "mesh, axis)"
+                    f"an array of the state has shape {part.shape}, and there are {self._workers} workers, with "
+                    f"{count} parts in all: carry the state over to as many workers with jsparse.reshard(tx, "
+                    "opt_state, params, mesh, axis)"
                 )
 
     def sharers(self, leaf: Any) -> tuple[int, str]:
+        parts = number_of_workers(self._mesh, self._sharding.spec[self.batch_axis])
         if is_share(leaf, self._sharding):
-            return local_workers(self._sharding, self._workers), "this process's "
-        return self._workers, ""
+            return local_parts(self._sharding, self.batch_axis, parts), "this process's workers"
+        return parts, "workers"
 
     def whole(self, batch: Any) -> Any:
         return from_shares(batch, self._sharding)
 
     def everywhere(self, tree: Any) -> Any:
-        return put_everywhere(tree, self._mesh)
+        _check_whole(tree)
+        return put(_strong_copy(tree), NamedSharding(self._mesh, PartitionSpec()))
 
     def for_each(self, tree: Any) -> Any:
         ranks = jnp.arange(self._workers)
-        return jax.jit(functools.partial(_copies, ranks), out_shardings=self._sharding)(tree)
+        sharding = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        return jax.jit(functools.partial(copies, ranks), out_shardings=sharding)(tree)
 
     def on_each(self, local: Callable[[Any], Any], *, stacked: bool) -> Callable[[Any], Any]:
         parted = PartitionSpec(self._axis)
         out = parted if stacked else PartitionSpec()
-        each = jax.shard_map(_on_one(self.comm, local, stacked), mesh=self._mesh, in_specs=parted, out_specs=out)
+        each = jax.shard_map(on_one(self.comm, local, stacked), mesh=self._mesh, in_specs=parted, out_specs=out)
         return jax.jit(each, donate_argnums=0 if stacked else ())
+
+
+def _check_whole(tree: Any) -> None:
+    """Refuses arrays in shards, which would become whole on every device."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer) and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is sharded, as {leaf.sharding}, and would become whole on every "
+                "device: for parameters in shards pass their placement as param_specs to jsparse.train_step, or use "
+                "jsparse.over_mesh; what else there is must be whole on every device"
+            )
 
 
 def number_of_workers(mesh: Mesh, axis: AxisName) -> int:
@@ -215,7 +260,7 @@ def number_of_workers(mesh: Mesh, axis: AxisName) -> int:
     return math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
 
 
-def _on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[[Any], Any]:
+def on_one(comm: Comm, local: Callable[[Any], Any], stacked: bool) -> Callable[[Any], Any]:
     """A function of one worker's part. Its result has the leading axis if ``stacked``."""
 
     def one(tree):
@@ -235,7 +280,7 @@ def with_axis(comm: Comm, tree: Any) -> Any:
     return jax.tree.map(lambda x: comm.varying(x)[None], tree)
 
 
-def _copies(ranks: jax.Array, tree: Any) -> Any:
+def copies(ranks: jax.Array, tree: Any) -> Any:
     """A copy for each of these workers, stacked.
 
     Random keys among the leaves are made different for each worker.
@@ -248,3 +293,17 @@ def _copies(ranks: jax.Array, tree: Any) -> Any:
         return jnp.broadcast_to(x, (len(ranks), *x.shape))
 
     return jax.tree.map(copies, tree)
+
+
+def _strong_copy(tree: Any) -> Any:
+    """A copy that is not weakly typed.
+
+    A step would return a weakly typed array as a strongly typed one, and the next step would be
+    compiled again.
+    """
+
+    def copy(x):
+        x = jnp.asarray(x)
+        return jnp.copy(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.array(x, x.dtype)
+
+    return jax.tree.map(copy, tree)

@@ -1,6 +1,6 @@
 """Which leaves of a gradient travel together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import jax
@@ -18,11 +18,15 @@ class Bucket(NamedTuple):
       ids: which leaves.
       layout: where each leaf stands in the vector.
       dense: whether the vector always goes densely, because nothing is to be selected from it.
+      whole: whether each device of a worker has all of it, where it has only shards of others.
+      tiles: the side of the square tiles in whose order its matrices are; None for their own.
     """
 
     ids: tuple[int, ...]
     layout: Layout
     dense: bool = False
+    whole: bool = False
+    tiles: int | None = None
 
     def take(self, leaves: Sequence[T]) -> list[T]:
         """Those of all leaves that are in this bucket."""
@@ -34,7 +38,9 @@ def divide(
     *,
     scope: Scope = "global",
     dense_below: int = 0,
+    whole: Collection[int] = (),
     bucket_bytes: int | None = None,
+    tiles: int | None = None,
 ) -> list[Bucket]:
     """Divides leaves into buckets. Leaves without elements are in none.
 
@@ -42,18 +48,22 @@ def divide(
       leaves: arrays, or anything with their shape, size and dtype.
       scope: one bucket for all leaves, or one for each leaf.
       dense_below: leaves of fewer elements go into one bucket of their own, marked dense.
+      whole: leaves, by number, that go into another one, marked dense and whole.
       bucket_bytes: cut the one bucket for all leaves into several of at most so many bytes (or of
         one leaf). They are cut from the last leaf to the first: the order of a backward pass.
+      tiles: as in :class:`Bucket`, of those that are not marked dense.
 
     Raises:
       ValueError: a bucket would have ``2**31`` elements or more.
     """
-    small = [i for i, leaf in enumerate(leaves) if 0 < leaf.size < dense_below]
-    large = [i for i, leaf in enumerate(leaves) if leaf.size and leaf.size >= dense_below]
+    cut = [i for i, leaf in enumerate(leaves) if leaf.size and i not in whole]
+    small = [i for i in cut if leaves[i].size < dense_below]
+    large = [i for i in cut if leaves[i].size >= dense_below]
     groups = [[i] for i in large] if scope == "leaf" else _cut(large, leaves, bucket_bytes)
-    result = [Bucket(tuple(ids), Layout.of([leaves[i] for i in ids])) for ids in groups]
-    if small:
-        result.append(Bucket(tuple(small), Layout.of([leaves[i] for i in small]), dense=True))
+    result = [Bucket(tuple(ids), Layout.of([leaves[i] for i in ids]), tiles=tiles) for ids in groups]
+    for ids, of_whole in ((small, False), ([i for i in whole if leaves[i].size], True)):
+        if ids:
+            result.append(Bucket(tuple(ids), Layout.of([leaves[i] for i in ids]), dense=True, whole=of_whole))
     for bucket in result:
         if bucket.layout.n >= 2**31:
             raise ValueError(

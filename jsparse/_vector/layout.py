@@ -11,7 +11,7 @@ from jax import lax
 
 from kernels_pallas import varying_as
 
-from .sparse_vector import Leaf, SparseVector, to_dense
+from .sparse_vector import Leaf, SparseVector, first_from, to_dense
 
 # How many elements of a sparse vector are added to a leaf at a time.
 CHUNK = 1024
@@ -72,11 +72,12 @@ class Layout:
 
     def unravel(self, vector: jax.Array) -> list[jax.Array]:
         """The leaves that a flat vector holds, in their own types."""
-        windows = itertools.pairwise(self.offsets)
-        return [
-            vector[begin:end].reshape(shape).astype(dtype)
-            for (begin, end), shape, dtype in zip(windows, self.shapes, self.dtypes, strict=True)
-        ]
+        return [part.astype(dtype) for part, dtype in zip(self.windows(vector), self.dtypes, strict=True)]
+
+    def windows(self, vector: jax.Array) -> list[jax.Array]:
+        """The leaves that a flat vector holds, in its type."""
+        places = itertools.pairwise(self.offsets)
+        return [vector[begin:end].reshape(shape) for (begin, end), shape in zip(places, self.shapes, strict=True)]
 
     def add_leaves(self, vector: jax.Array, leaves: Sequence[Leaf], keep: jax.Array, limit: float) -> jax.Array:
         """Adds each leaf to its window of the vector where ``keep`` is true.
@@ -119,7 +120,7 @@ class Layout:
         return [leaf.reshape(shape) for leaf, shape in zip(flat, self.shapes, strict=True)]
 
     def _add_run(self, leaves: list[jax.Array], x: SparseVector) -> list[jax.Array]:
-        edges = jnp.searchsorted(x.indices, jnp.array(self.offsets, jnp.int32)).astype(jnp.int32)
+        edges = first_from(x.indices, jnp.array(self.offsets, jnp.int32))
         values = jnp.pad(x.values, (0, CHUNK))
         indices = jnp.pad(x.indices, (0, CHUNK), constant_values=x.n)
 

@@ -220,3 +220,17 @@ def one_run(leaf: Leaf) -> Leaf:
 def to_dense(leaf: Leaf) -> jax.Array:
     """A leaf as an array."""
     return leaf.to_dense() if isinstance(leaf, SparseVector) else leaf
+
+
+def first_from(indices: jax.Array, bounds: jax.Array) -> jax.Array:
+    """The first place of ascending indices that is at least each bound: int32, as ``bounds``.
+
+    It is ``jnp.searchsorted``, which fails in ``shard_map`` over some axes of a mesh.
+    """
+    n = indices.shape[0]
+    places = jnp.zeros(bounds.shape, jnp.int32)
+    for bit in reversed(range(n.bit_length())):
+        further = places + (1 << bit)
+        below = indices[jnp.minimum(further, n) - 1] < bounds
+        places = jnp.where((further <= n) & below, further, places)
+    return places

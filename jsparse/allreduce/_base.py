@@ -51,7 +51,9 @@ class AllReduce:
 
         The state is a NamedTuple of arrays, each of which has an axis. By default it is empty. A
         state whose shape depends on ``size`` may have a method ``moved`` (see
-        :class:`OkTopkState`).
+        :class:`OkTopkState`). A state of vectors of length ``n`` that are still to be delivered
+        has the attribute ``of_elements`` (see :class:`ParameterServerState`): they go along to
+        other shards of a model.
         """
         return ()
 
@@ -85,5 +87,5 @@ def check_keeps_zeros(quantize: Quantizer) -> None:
     if isinstance(quantize, Codebook):
         raise ValueError(
             f"quantize is {quantize}, which changes zeros: use it for the values of sparse vectors, in "
-            "wire.Compact(...); for a dense vector use quantize.Block8() (8 bits) or QSGD(levels=7) (4 bits)"
+            "wire.Compact(...); for a dense vector use quantize.Block8() (8 bits) or quantize.Float4() (4 bits)"
         )

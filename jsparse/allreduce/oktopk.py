@@ -38,7 +38,7 @@ from kernels_pallas import bitmap, select_above
 
 from .._comm.comm import Comm
 from .._vector.density import check_steps
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import SparseVector, first_from
 from ..wire import Full, Messages
 from ._base import AllReduce, ReduceReport
 from ._gather import gather_parts
@@ -261,7 +261,7 @@ def _split_and_reduce(
       one run; the sum over its own region, one run; and the mean of the cuts that it received.
     """
     rank, size, (room, own_room) = comm.rank(), comm.size, rooms
-    edges = jnp.searchsorted(x.indices, jnp.append(starts, x.n)).astype(jnp.int32)
+    edges = first_from(x.indices, jnp.append(starts, x.n))
     begins, lengths = edges[:-1], edges[1:] - edges[:-1]
     own = x.window(begins[rank], lengths[rank], own_room, bitmap.turn(step, own_room))
     sent = x.window(begins, lengths.at[rank].set(0), room, bitmap.turn(step, room))

@@ -23,6 +23,8 @@ class ParameterServerState(NamedTuple):
 
     waiting: tuple[jax.Array, ...]
 
+    of_elements = True
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterServer(AllReduce):

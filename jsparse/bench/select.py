@@ -117,6 +117,7 @@ def forms(n: int, k: int, density: float) -> list[Form]:
         Form("GaussianThreshold", about, selector(select.GaussianThreshold(density))),
         Form("DgcThreshold", about, selector(select.DgcThreshold(density))),
         Form("BucketedTopK", "largest of every 512", selector(select.BucketedTopK(density))),
+        Form("BlockTopK", "largest of every 4096", selector(select.BlockTopK(max(1, round(4096 * density))))),
         Form("ChunkedTopK", "largest of each n/k", selector(select.ChunkedTopK(density))),
         Form("StochasticTopK", "at random, by size", selector(select.StochasticTopK(density))),
         Form("StochasticTopK, capped", "at random, by size", selector(select.StochasticTopK(density, "capped"))),

@@ -2,7 +2,20 @@
 
 from .exact import exact
 from .models import expected_union
-from .predict import ALGORITHMS, DENSE, DIFFERING, ROUNDING, Load, Node, Prediction, choose, link, predict
+from .predict import (
+    ALGORITHMS,
+    DENSE,
+    DIFFERING,
+    ROUNDING,
+    Load,
+    Node,
+    Prediction,
+    Rounds,
+    bandwidth,
+    choose,
+    link,
+    predict,
+)
 
 __all__ = [
     "ALGORITHMS",
@@ -12,6 +25,8 @@ __all__ = [
     "Load",
     "Node",
     "Prediction",
+    "Rounds",
+    "bandwidth",
     "choose",
     "exact",
     "expected_union",

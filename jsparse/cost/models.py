@@ -34,24 +34,27 @@ def expected_union(n: int, k: int, P: int) -> float:
 class Cluster(NamedTuple):
     """The workers of a modelled synchronisation, and the lengths that they synchronise.
 
+    Of workers that each hold a model in shards it has one device of each: those that hold the same
+    shards and exchange messages.
+
     Attributes:
       n: the gradient's length.
       k: elements that each worker selects.
       P: workers in total.
-      gpus: workers of a node.
+      local: workers of a node.
       ring: whether sums and all-gathers run round a ring, and not in log P rounds.
     """
 
     n: int
     k: int
     P: int
-    gpus: int
+    local: int
     ring: bool = False
 
     @property
     def nodes(self) -> int:
         """The number of nodes."""
-        return self.P // self.gpus
+        return self.P // self.local
 
     def rounds(self, workers: int) -> int:
         """The rounds of an all-gather of so many workers; a sum has twice as many."""
@@ -65,7 +68,7 @@ class Cluster(NamedTuple):
     @property
     def workers_per_link(self) -> int:
         """How many workers share a link: those of a node, or one where there is only one node."""
-        return self.gpus if self.nodes > 1 else 1
+        return self.local if self.nodes > 1 else 1
 
     @property
     def link_factor(self) -> float:
@@ -251,14 +254,14 @@ def hitopk_cost(cluster: Cluster) -> Sent:
 
     The indices are counted, too; equations 9 and 10 leave them out.
     """
-    between = 2 * cluster.k / cluster.gpus * (cluster.nodes - 1)
-    inside = (cluster.gpus - 1) / cluster.gpus
+    between = 2 * cluster.k / cluster.local * (cluster.nodes - 1)
+    inside = (cluster.local - 1) / cluster.local
     gathered = cluster.words_of(cluster.union_sizes(cluster.nodes))
     return Sent(
         messages=cluster.rounds(cluster.nodes),
         words=between,
-        link=between * cluster.gpus,
-        inner_messages=cluster.gpus - 1 + cluster.rounds(cluster.gpus),
+        link=between * cluster.local,
+        inner_messages=cluster.local - 1 + cluster.rounds(cluster.local),
         inner_words=inside * (cluster.n + gathered),
     )
 
@@ -269,13 +272,13 @@ def torus_cost(cluster: Cluster) -> Sent:
     It is a reduce-scatter inside the nodes, an all-reduce of the shards between them, and an
     all-gather inside.
     """
-    between = 2 * cluster.n / cluster.gpus * (cluster.nodes - 1) / cluster.nodes
-    inside = (cluster.gpus - 1) / cluster.gpus
+    between = 2 * cluster.n / cluster.local * (cluster.nodes - 1) / cluster.nodes
+    inside = (cluster.local - 1) / cluster.local
     return Sent(
         messages=2 * (cluster.nodes - 1),
         words=between,
-        link=between * cluster.gpus,
-        inner_messages=2 * (cluster.gpus - 1),
+        link=between * cluster.local,
+        inner_messages=2 * (cluster.local - 1),
         inner_words=2 * cluster.n * inside,
     )
 
@@ -283,12 +286,12 @@ def torus_cost(cluster: Cluster) -> Sent:
 def dense_hierarchical_cost(cluster: Cluster) -> Sent:
     """A reduction to one worker a node, a dense all-reduce between these, a broadcast inside."""
     between = 2 * cluster.n * (cluster.nodes - 1) / cluster.nodes
-    inside = (cluster.gpus - 1) / cluster.gpus
+    inside = (cluster.local - 1) / cluster.local
     return Sent(
         messages=2 * cluster.rounds(cluster.nodes),
         words=between,
         link=between,
-        inner_messages=4 * log2_rounds(cluster.gpus),
+        inner_messages=4 * log2_rounds(cluster.local),
         inner_words=4 * cluster.n * inside,
     )
 

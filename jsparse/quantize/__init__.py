@@ -1,9 +1,10 @@
 """Quantizers, which encode values in fewer bits."""
 
 from ._base import Exact, Quantizer
-from .block import Block8
+from .block import Block8, Int4
 from .cast import BFloat16, Float16
 from .codebook import Codebook
+from .float4 import Float4
 from .qsgd import QSGD, TernGrad
 from .sign import Sign
 
@@ -13,7 +14,9 @@ __all__ = [
     "Block8",
     "Codebook",
     "Exact",
+    "Float4",
     "Float16",
+    "Int4",
     "Quantizer",
     "Sign",
     "TernGrad",

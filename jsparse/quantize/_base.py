@@ -92,7 +92,7 @@ def pack_digits(digits: jax.Array, base: int) -> jax.Array:
     """
     words = packed_words(digits.shape[0], base)
     digits = jnp.pad(digits.astype(jnp.uint32), (0, words * digits_in_word(base) - digits.shape[0]))
-    stretches = digits.reshape(-1, words)
+    stretches = digits.reshape(digits_in_word(base), words)
     total = stretches[0]
     for i in range(1, stretches.shape[0]):
         total = total + stretches[i] * jnp.uint32(base**i)

@@ -1,6 +1,7 @@
-"""Eight bits for each value."""
+"""Equal steps: eight or four bits for each value."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,28 @@ from jax.typing import DTypeLike
 
 from ._base import Scaled, in_buckets, row_maximum, share
 
-LEVELS = 127
+
+@dataclasses.dataclass(frozen=True)
+class _EqualSteps(Scaled):
+    """Rounds each value to a multiple of the largest magnitude of its bucket over ``_levels``."""
+
+    bucket: int | None = 256
+
+    _levels: ClassVar[int]
+
+    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        rows = in_buckets(values, self.bucket)
+        scale = row_maximum(rows)
+        signed = jnp.sign(rows) * jnp.round(self._levels * share(rows, scale))
+        return self._pack(scale, jnp.where(jnp.isfinite(signed), signed, 0) + self._levels, values.shape[0])
+
+    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        scale, digits = self._unpack(message, m, dtype)
+        return (scale * ((digits - self._levels).astype(dtype) / self._levels)).reshape(-1)[:m]
 
 
 @dataclasses.dataclass(frozen=True)
-class Block8(Scaled):
+class Block8(_EqualSteps):
     """Rounds each value to a multiple of 1/127 of the largest magnitude of its bucket.
 
     A value takes one byte.
@@ -25,16 +43,24 @@ class Block8(Scaled):
       equal steps).
     """
 
-    bucket: int | None = 256
-
     _base = 2**8
+    _levels = 127
 
-    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        rows = in_buckets(values, self.bucket)
-        scale = row_maximum(rows)
-        signed = jnp.sign(rows) * jnp.round(LEVELS * share(rows, scale))
-        return self._pack(scale, jnp.where(jnp.isfinite(signed), signed, 0) + LEVELS, values.shape[0])
 
-    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._unpack(message, m, dtype)
-        return (scale * ((digits - LEVELS).astype(dtype) / LEVELS)).reshape(-1)[:m]
+@dataclasses.dataclass(frozen=True)
+class Int4(_EqualSteps):
+    """Rounds each value to a multiple of 1/7 of the largest magnitude of its bucket.
+
+    A value takes four bits. Values below 1/14 of the largest become zero: where magnitudes differ
+    much within a bucket, these are most of them, and :class:`Float4` has smaller errors.
+
+    Attributes:
+      bucket: the number of values that share a scale; None for one scale for all values.
+
+    References:
+      Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025 (linear, with
+      4 bits; here symmetric, so that zeros stay zeros).
+    """
+
+    _base = 2**4
+    _levels = 7

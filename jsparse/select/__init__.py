@@ -1,6 +1,7 @@
 """Selectors, which choose the elements of a vector to send."""
 
 from ._base import Selector, SelectorState
+from .block import BlockTopK
 from .bucketed import BucketedTopK
 from .chunked import ChunkedTopK
 from .dgc import DgcThreshold
@@ -15,6 +16,7 @@ from .stochastic import StochasticTopK
 from .top_k import TopK
 
 __all__ = [
+    "BlockTopK",
     "BucketedTopK",
     "ChunkedTopK",
     "DgcThreshold",

@@ -34,9 +34,9 @@ class Selector:
         """The state for vectors of length ``n``.
 
         A NamedTuple of arrays, each with one axis. It has at least the fields of
-        :class:`SelectorState`.
+        :class:`SelectorState`, and by default these alone.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.select.Selector")
+        return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
 
     def __call__(self, acc: jax.Array, state: Any, step: jax.Array, rank: jax.Array) -> tuple[SparseVector, Any]:
         """Selects.
@@ -87,12 +87,9 @@ class SelectorState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ByDensity(Selector):
-    """A selector that keeps nothing from step to step but what it reports."""
+    """A selector that is given a density and keeps nothing from step to step but its report."""
 
     density: float
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
 
 
 def report(x: SparseVector, selected: jax.Array) -> SelectorState:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from kernels_pallas import bitmap
 
@@ -47,14 +48,30 @@ class BucketedTopK(ByDensity):
         k = elements_kept(self.density, n)
         if k >= n:
             return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
-        buckets, most = -(-n // self.bucket), min(self.bucket, -(-self.bucket * k // n))
-        magnitudes = jnp.where(jnp.isnan(acc), 0, jnp.abs(acc))
-        places = lax.top_k(in_rows(magnitudes, self.bucket, -1), most)[1]
-        places += self.bucket * lax.iota(jnp.int32, buckets)[:, None]
-        within = lax.iota(jnp.int32, most)[None] < quotas(n, k, self.bucket, step)[:, None]
-        places = jnp.where(within, places, 2**31 - 1)
-        words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
-        return take_members(acc, words, k)
+        most = min(self.bucket, -(-self.bucket * k // n))
+        return take_largest(acc, self.bucket, quotas(n, k, self.bucket, step), most, k)
+
+
+def take_largest(
+    acc: jax.Array, bucket: int, quota: ArrayLike, most: int, k: int
+) -> tuple[SparseVector, SelectorState]:
+    """Takes the largest elements of each bucket, except zeros and NaN.
+
+    Args:
+      acc: the vector.
+      bucket: the length of a bucket.
+      quota: int32, the number of elements to take of each bucket.
+      most: the largest quota.
+      k: the sum of all quotas.
+    """
+    n = acc.shape[0]
+    magnitudes = jnp.where(jnp.isnan(acc), 0, jnp.abs(acc))
+    places = lax.top_k(in_rows(magnitudes, bucket, -1), most)[1]
+    places += bucket * lax.iota(jnp.int32, places.shape[0])[:, None]
+    within = lax.iota(jnp.int32, most)[None] < jnp.asarray(quota)[:, None]
+    places = jnp.where(within, places, 2**31 - 1)
+    words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
+    return take_members(acc, words, k)
 
 
 def in_rows(x: jax.Array, bucket: int, fill: float) -> jax.Array:

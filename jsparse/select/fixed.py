@@ -6,7 +6,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from kernels_pallas import accumulate_and_select, bitmap, choose, count_above, select_above, varying_as
 
@@ -85,9 +84,6 @@ class FixedThreshold(AboveThreshold):
         super().__post_init__()
         if not self.threshold >= 0:
             raise ValueError(f"threshold is {self.threshold}; it is a magnitude, so it must be at least 0")
-
-    def init(self, n: int, dtype: DTypeLike) -> SelectorState:
-        return SelectorState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32))
 
     def threshold_of(self, acc: jax.Array) -> jax.Array:
         return jnp.asarray(self.threshold, acc.dtype)

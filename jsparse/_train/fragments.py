@@ -1,0 +1,97 @@
+"""Fragments: parts of the parameters that are synchronised one after the other."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._vector.arguments import check_kind
+
+# Tells, from the parameters, each leaf's fragment, or one for each index of its leading axis.
+FragmentOf = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """How parameters are divided into fragments.
+
+    Attributes:
+      count: the number of fragments, if leaves are dealt in their order.
+      fragment_of: what tells the fragment of each leaf, otherwise.
+    """
+
+    count: int = 1
+    fragment_of: FragmentOf | None = None
+
+    @classmethod
+    def of(cls, fragments: int | FragmentOf) -> "Fragments":
+        """The fragments that an argument says."""
+        if callable(fragments):
+            return cls(fragment_of=fragments)
+        check_kind("fragments", fragments, int)
+        if fragments < 1:
+            raise ValueError(f"fragments is {fragments}; it is a number of parts, at least 1")
+        return cls(count=fragments)
+
+    def split(self, tree: Any) -> list[Any]:
+        """The fragments of a tree of the parameters' form: trees in which the rest is None."""
+        count = 1 + max(int(numbers.max(initial=0)) for numbers in jax.tree.leaves(self._numbers(tree)))
+        parts = [self.take(tree, f) for f in range(count)]
+        for f, part in enumerate(parts):
+            if not jax.tree.leaves(part):
+                raise ValueError(f"fragment {f} has no parameters: number fragments from 0, without gaps")
+        return parts
+
+    def take(self, tree: Any, f: int) -> Any:
+        """One fragment of a tree, in which the rest is None."""
+        return jax.tree.map(lambda x, numbers: _taken(x, numbers, f), tree, self._numbers(tree))
+
+    def put(self, tree: Any, f: int, part: Any) -> Any:
+        """The tree with one fragment replaced."""
+        return jax.tree.map(
+            lambda x, numbers, new: _put(x, numbers, new, f),
+            tree,
+            self._numbers(tree),
+            part,
+            is_leaf=lambda x: x is None,
+        )
+
+    def _numbers(self, tree: Any) -> Any:
+        """For each leaf the number of its fragment, shape ``()``, or one for each row."""
+        if self.fragment_of is None:
+            leaves, form = jax.tree.flatten(tree)
+            sizes = np.array([leaf.size for leaf in leaves])
+            middles = np.cumsum(sizes) - sizes / 2
+            numbers = np.minimum(self.count * middles / max(sizes.sum(), 1), self.count - 1).astype(int)
+            return jax.tree.unflatten(form, [np.asarray(number) for number in numbers])
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        told = self.fragment_of(shapes)
+
+        def checked(path, x, told):
+            numbers = np.asarray(told)
+            if not np.issubdtype(numbers.dtype, np.integer) or numbers.min(initial=0) < 0:
+                raise ValueError(f"fragments({jax.tree_util.keystr(path)}) is {told!r}: return numbers from 0")
+            if numbers.ndim and (numbers.ndim > 1 or numbers.shape != x.shape[:1]):
+                raise ValueError(
+                    f"fragments gives leaf {jax.tree_util.keystr(path)} of shape {x.shape} numbers of shape "
+                    f"{numbers.shape}: return one number, or one for each index of its leading axis"
+                )
+            return numbers
+
+        return jax.tree_util.tree_map_with_path(checked, tree, told)
+
+
+def _taken(x: Any, numbers: np.ndarray, f: int) -> Any:
+    if numbers.ndim == 0:
+        return x if numbers == f else None
+    rows = np.flatnonzero(numbers == f)
+    return jnp.take(x, rows, axis=0) if len(rows) else None
+
+
+def _put(x: Any, numbers: np.ndarray, new: Any, f: int) -> Any:
+    if new is None:
+        return x
+    return new if numbers.ndim == 0 else x.at[np.flatnonzero(numbers == f)].set(new)
