@@ -482,6 +482,20 @@ def nearest(values: np.ndarray, magnitudes: np.ndarray, bucket: int | None) -> n
     return rounded
 
 
+def codebook(values: np.ndarray, bits: int) -> np.ndarray:
+    """Each value replaced by its sign and the mean magnitude of its bin.
+
+    There are ``2 ** (bits - 1)`` bins between the smallest and the largest magnitude, all with the
+    same ratio of their ends. No value is zero.
+    """
+    magnitudes = np.abs(values)
+    bins = 2 ** (bits - 1)
+    edges = np.geomspace(magnitudes.min(), magnitudes.max(), bins + 1)[1:-1]
+    which = np.searchsorted(edges, magnitudes, side="right")
+    means = [magnitudes[which == number].mean() if (which == number).any() else 0 for number in range(bins)]
+    return np.sign(values) * np.array(means)[which]
+
+
 class Projected(NamedTuple):
     """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the
     step.

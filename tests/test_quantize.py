@@ -191,6 +191,7 @@ def test_codebook(bits: int, limit: float):
     got = coded(Codebook(bits), values)
     np.testing.assert_array_equal(np.sign(got), np.sign(values))
     assert len(np.unique(np.abs(got))) <= 2 ** (bits - 1)
+    np.testing.assert_allclose(got, oracles.codebook(values, bits), rtol=1e-5)
     np.testing.assert_allclose(np.abs(got).sum(), np.abs(values).sum(), rtol=1e-5)
     assert np.linalg.norm(got - values) < limit * np.linalg.norm(values)
     one = np.full(5, -3.0, np.float32)

@@ -32,12 +32,27 @@ class Counts(NamedTuple):
     Attributes:
       taken: shape ``(1,)``: inner steps that it took in the last round.
       skipped: shape ``(1,)``: inner steps so far that were not finite, and that it did not take.
-      since: shape ``(fragments,)``: steps that it took since each fragment was last sent.
+      since: shape ``(fragments,)``: steps that it took since it last told what it moved of each
+        fragment.
     """
 
     taken: jax.Array
     skipped: jax.Array
     since: jax.Array
+
+
+class Pending(NamedTuple):
+    """What a worker moved in the round before, which eager updates send in the next.
+
+    Attributes:
+      moved: its outer gradient.
+      steps: int32, shape ``(fragments,)``: the steps that it took for each fragment.
+      loss: float32, shape ``(fragments,)``: the mean loss of a round's steps until then.
+    """
+
+    moved: Any
+    steps: jax.Array
+    loss: jax.Array
 
 
 class LocalState(NamedTuple):
@@ -49,7 +64,7 @@ class LocalState(NamedTuple):
       workers: each worker's own parameters; None if a round ends with the same ones everywhere.
       sync: the state of the synchronisation, for each fragment.
       outer: the outer optimizer's state, for each fragment.
-      pending: with eager updates, what each worker moved in the round before; otherwise None.
+      pending: with eager updates, each worker's :class:`Pending`; otherwise None.
     """
 
     inner: PerWorkerState
@@ -254,7 +269,10 @@ class _Rounds:
         none = jnp.zeros(1, jnp.int32)
         counts = Counts(none, none, jnp.zeros(len(parts), jnp.int32))
         own = PerWorkerState(as_parts(params)) if self.differ else None
-        pending = PerWorkerState(as_parts(jax.tree.map(jnp.zeros_like, params))) if self.eager else None
+        pending = None
+        if self.eager:
+            moved = as_parts(jax.tree.map(jnp.zeros_like, params))
+            pending = PerWorkerState(Pending(moved, counts.since, jnp.zeros(len(parts), jnp.float32)))
         return LocalState(
             cast(PerWorkerState, inner), PerWorkerState(counts), own, sync, tuple(map(self.outer.init, parts)), pending
         )
@@ -346,25 +364,29 @@ class _Round(Body):
         carry = carry._replace(params=place_as_params(carry.params))
 
         fragments, sync, outer = self.rounds.fragments, list(opt.sync), list(opt.outer)
-        pending = None if opt.pending is None else from_parts(opt.pending.inner, anchor)
+        pending: Pending | None = None if opt.pending is None else opt.pending.inner
+        last = None if pending is None else from_parts(pending.moved, anchor)
         for f, part in enumerate(fragments.split(anchor)):
             before, after = self.stretches(f, len(sync))
             if pending is None:
                 carry = self.run_steps(step, before, carry)
-                moved = self.moved(f, part, carry)
+                moved, steps, loss = self.moved(f, part, carry), carry.counts.since[f], self.loss(carry)
             else:
-                moved = fragments.take(pending, f)
-            moved, loss = self.weighted(moved, carry, f)
+                moved, steps, loss = fragments.take(last, f), pending.steps[f], pending.loss[f]
+            moved, loss = self.weighted(moved, steps, loss)
             average, sync[f] = self.rounds.sync.update(moved, sync[f], part, value=loss)
             # The steps that follow overlap with this message, not with the short one before it.
-            since, loss = lax.optimization_barrier((carry.counts.since.at[f].set(0), loss))
+            since, loss = lax.optimization_barrier((carry.counts.since, loss))
             carry = carry._replace(counts=carry.counts._replace(since=since))
             if pending is not None:
                 carry = self.run_steps(step, before, carry)
                 fresh = self.moved(f, part, carry)
-                pending = fragments.put(pending, f, fresh)
+                last = fragments.put(last, f, fresh)
+                steps, losses = pending.steps.at[f].set(carry.counts.since[f]), pending.loss.at[f].set(self.loss(carry))
+                pending = Pending(as_parts(last), steps, losses)
                 replace = functools.partial(_with_fresh_share, comm.size)
                 average = jax.tree.map(replace, comm.varying(average), fresh, moved)
+            carry = carry._replace(counts=carry.counts._replace(since=carry.counts.since.at[f].set(0)))
             updates, outer[f] = self.rounds.outer_update(average, outer[f], part, value=loss)
             new = optax.apply_updates(part, updates)
             anchor = fragments.put(anchor, f, new)
@@ -383,7 +405,7 @@ class _Round(Body):
             workers=PerWorkerState(as_parts(carry.params)) if self.rounds.differ else None,
             sync=tuple(sync),
             outer=tuple(outer),
-            pending=None if pending is None else PerWorkerState(as_parts(pending)),
+            pending=None if pending is None else PerWorkerState(pending),
         )
         return TrainState(params, opt, kept), report
 
@@ -447,18 +469,23 @@ class _Round(Body):
         )
         return self.workers.comm.varying(after)
 
-    def weighted(self, moved: Any, carry: _Carry, f: int) -> tuple[Any, jax.Array]:
-        """What a worker moved, so scaled that the plain mean is the weighted one; the loss."""
+    def loss(self, carry: _Carry) -> jax.Array:
+        """The mean loss of the steps that a worker has taken in this round, float32."""
+        return (jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)).astype(jnp.float32)
+
+    def weighted(self, moved: Any, steps: jax.Array, loss: jax.Array) -> tuple[Any, jax.Array]:
+        """What a worker moved in so many steps, so scaled that the plain mean is the weighted one;
+        and the mean loss.
+        """
         comm = self.workers.comm
-        weight = carry.counts.since[f].astype(jnp.float32)
+        weight = steps.astype(jnp.float32)
         weight = jnp.minimum(weight, 1) if self.weights == "workers" else weight
-        loss = jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)
-        total, losses = comm.psum(jnp.stack([weight, weight * loss.astype(jnp.float32)]))
-        factor = weight * comm.size / total
-        if self.rounds.eager:  # Before the first round nothing is pending.
-            factor = jnp.where(total > 0, factor, 0)
+        total, losses = comm.psum(jnp.stack([weight, weight * loss]))
+        factor, loss = weight * comm.size / total, losses / total
+        if self.rounds.eager:  # Before the first round nothing is pending, and no loss is known.
+            factor, loss = jnp.where(total > 0, factor, 0), jnp.where(total > 0, loss, jnp.inf)
         # Otherwise it is NaN without any weight, and the synchronisation is undone everywhere.
-        return jax.tree.map(lambda x: x * factor.astype(x.dtype), moved), losses / total
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), moved), loss
 
     def merged(self, own: jax.Array, new: jax.Array) -> jax.Array:
         """A worker's parameters after a result has arrived."""
