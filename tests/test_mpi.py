@@ -150,7 +150,8 @@ def test_every_algorithm_runs_under_mpi():
 
 
 @needs_mpi
-@pytest.mark.parametrize("processors", [2, *(pytest.param(size, marks=pytest.mark.full) for size in SIZES[1:])])
+@pytest.mark.full
+@pytest.mark.parametrize("processors", SIZES)
 def test_communication(processors: int, processes):
     """Types, order, traffic, training, and what is refused: see ``mpi_worker.py``."""
     failed = processes(processors)[1]

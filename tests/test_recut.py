@@ -231,6 +231,7 @@ def placed_as(state: Any, like: Any) -> None:
         assert here.sharding == there.sharding, path
 
 
+@pytest.mark.full
 def test_the_same_shards_are_the_same_bits():
     """So is the run that follows, also if ``before`` says what has not changed."""
     site, tx = on(BY_ROWS, replica=2, fsdp=4), chain()
@@ -373,12 +374,14 @@ def test_a_checkpoint_resumes_to_the_same_bits_and_elsewhere(tmp_path):
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("move", quick(LEVELS, "2x2x2-2x1x4"))
+@pytest.mark.full
+@pytest.mark.parametrize("move", LEVELS)
 def test_nodes_workers_in_them_and_shards_may_all_change(move: str):
     select, allreduce = jsparse.select.TopK(0.05), jsparse.allreduce.TopkAllGather()
     check_moved(jsparse.hitopk("nodes", "gpus", select=select, density=0.05, allreduce=allreduce), *LEVELS[move])
 
 
+@pytest.mark.full
 def test_a_leaf_that_cannot_be_cut_delivers_what_was_pending():
     """Such leaves go densely; what they held back as whole ones goes in the next step."""
     old, new = MOVES["whole-shards"]

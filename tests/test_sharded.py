@@ -505,6 +505,7 @@ def test_outputs_are_those_of_the_whole_batch(kind):
     assert slow.bytes == 4 * (1 + 16 + 1 + 1) + 4
 
 
+@pytest.mark.full
 def test_explicit_axes():
     """The axes that ``jax.make_mesh`` makes, in the step and in a plain jit."""
     mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (AxisType.Explicit,) * 2)

@@ -139,6 +139,7 @@ def test_leaves_without_tiles_stay_sparse():
     assert matrix.shape == (SIZE, 100)
 
 
+@pytest.mark.full
 def test_sync_gives_the_order_of_the_leaves():
     (gradient,) = gradients(1)
     tx = in_tiles()
@@ -149,6 +150,7 @@ def test_sync_gives_the_order_of_the_leaves():
     np.testing.assert_array_equal(means, flat)
 
 
+@pytest.mark.full
 def test_what_waits_goes_to_other_workers():
     """From 4 workers to 2. A phase that delivers all then gives the mean of what waited."""
     waits = in_tiles()
