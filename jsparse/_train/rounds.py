@@ -41,13 +41,13 @@ class Counts(NamedTuple):
     since: jax.Array
 
 
-class Pending(NamedTuple):
-    """What a worker moved in the round before, which eager updates send in the next.
+class Outgoing(NamedTuple):
+    """What a worker tells the others of a fragment.
 
     Attributes:
       moved: its outer gradient.
-      steps: int32, shape ``(fragments,)``: the steps that it took for each fragment.
-      loss: float32, shape ``(fragments,)``: the mean loss of a round's steps until then.
+      steps: int32, shape ``(1,)``: the steps in which it moved so.
+      loss: float32, shape ``(1,)``: the mean loss of the steps of the round until then.
     """
 
     moved: Any
@@ -64,7 +64,8 @@ class LocalState(NamedTuple):
       workers: each worker's own parameters; None if a round ends with the same ones everywhere.
       sync: the state of the synchronisation, for each fragment.
       outer: the outer optimizer's state, for each fragment.
-      pending: with eager updates, each worker's :class:`Pending`; otherwise None.
+      pending: with eager updates, for each fragment what each worker will tell in the next round,
+        :class:`Outgoing`; otherwise None.
     """
 
     inner: PerWorkerState
@@ -72,7 +73,7 @@ class LocalState(NamedTuple):
     workers: PerWorkerState | None
     sync: tuple[Any, ...]
     outer: tuple[Any, ...]
-    pending: PerWorkerState | None
+    pending: tuple[PerWorkerState, ...] | None
 
 
 class LocalSteps(Step):
@@ -271,8 +272,8 @@ class _Rounds:
         own = PerWorkerState(as_parts(params)) if self.differ else None
         pending = None
         if self.eager:
-            moved = as_parts(jax.tree.map(jnp.zeros_like, params))
-            pending = PerWorkerState(Pending(moved, counts.since, jnp.zeros(len(parts), jnp.float32)))
+            moved = [as_parts(jax.tree.map(jnp.zeros_like, part)) for part in parts]
+            pending = tuple(PerWorkerState(Outgoing(part, none, none.astype(jnp.float32))) for part in moved)
         return LocalState(
             cast(PerWorkerState, inner), PerWorkerState(counts), own, sync, tuple(map(self.outer.init, parts)), pending
         )
@@ -364,28 +365,26 @@ class _Round(Body):
         carry = carry._replace(params=place_as_params(carry.params))
 
         fragments, sync, outer = self.rounds.fragments, list(opt.sync), list(opt.outer)
-        pending: Pending | None = None if opt.pending is None else opt.pending.inner
-        last = None if pending is None else from_parts(pending.moved, anchor)
+        pending = None if opt.pending is None else list(opt.pending)
         for f, part in enumerate(fragments.split(anchor)):
             before, after = self.stretches(f, len(sync))
             if pending is None:
                 carry = self.run_steps(step, before, carry)
-                moved, steps, loss = self.moved(f, part, carry), carry.counts.since[f], self.loss(carry)
+                sent = self.outgoing(f, part, carry)
             else:
-                moved, steps, loss = fragments.take(last, f), pending.steps[f], pending.loss[f]
-            moved, loss = self.weighted(moved, steps, loss)
+                sent = pending[f].inner
+                sent = sent._replace(moved=from_parts(sent.moved, part))
+            moved, loss = self.weighted(sent)
             average, sync[f] = self.rounds.sync.update(moved, sync[f], part, value=loss)
             # The steps that follow overlap with this message, not with the short one before it.
             since, loss = lax.optimization_barrier((carry.counts.since, loss))
             carry = carry._replace(counts=carry.counts._replace(since=since))
             if pending is not None:
                 carry = self.run_steps(step, before, carry)
-                fresh = self.moved(f, part, carry)
-                last = fragments.put(last, f, fresh)
-                steps, losses = pending.steps.at[f].set(carry.counts.since[f]), pending.loss.at[f].set(self.loss(carry))
-                pending = Pending(as_parts(last), steps, losses)
+                fresh = self.outgoing(f, part, carry)
+                pending[f] = PerWorkerState(fresh._replace(moved=as_parts(fresh.moved)))
                 replace = functools.partial(_with_fresh_share, comm.size)
-                average = jax.tree.map(replace, comm.varying(average), fresh, moved)
+                average = jax.tree.map(replace, comm.varying(average), fresh.moved, moved)
             carry = carry._replace(counts=carry.counts._replace(since=carry.counts.since.at[f].set(0)))
             updates, outer[f] = self.rounds.outer_update(average, outer[f], part, value=loss)
             new = optax.apply_updates(part, updates)
@@ -405,13 +404,15 @@ class _Round(Body):
             workers=PerWorkerState(as_parts(carry.params)) if self.rounds.differ else None,
             sync=tuple(sync),
             outer=tuple(outer),
-            pending=None if pending is None else PerWorkerState(pending),
+            pending=None if pending is None else tuple(pending),
         )
         return TrainState(params, opt, kept), report
 
-    def moved(self, f: int, anchor: Any, carry: _Carry) -> Any:
-        """What a worker moved of a fragment: its outer gradient."""
-        return jax.tree.map(jnp.subtract, anchor, self.rounds.fragments.take(carry.params, f))
+    def outgoing(self, f: int, anchor: Any, carry: _Carry) -> Outgoing:
+        """What a worker tells of a fragment."""
+        moved = jax.tree.map(jnp.subtract, anchor, self.rounds.fragments.take(carry.params, f))
+        loss = jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)
+        return Outgoing(moved, carry.counts.since[f : f + 1], loss.astype(jnp.float32)[None])
 
     def run_steps(self, step: Callable[..., _Carry], stretch: tuple[int, int, Any], carry: _Carry) -> _Carry:
         """Takes the steps of a stretch."""
@@ -469,23 +470,17 @@ class _Round(Body):
         )
         return self.workers.comm.varying(after)
 
-    def loss(self, carry: _Carry) -> jax.Array:
-        """The mean loss of the steps that a worker has taken in this round, float32."""
-        return (jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)).astype(jnp.float32)
-
-    def weighted(self, moved: Any, steps: jax.Array, loss: jax.Array) -> tuple[Any, jax.Array]:
-        """What a worker moved in so many steps, so scaled that the plain mean is the weighted one;
-        and the mean loss.
-        """
+    def weighted(self, sent: Outgoing) -> tuple[Any, jax.Array]:
+        """What a worker moved, so scaled that the plain mean is the weighted one; the loss."""
         comm = self.workers.comm
-        weight = steps.astype(jnp.float32)
+        weight = sent.steps[0].astype(jnp.float32)
         weight = jnp.minimum(weight, 1) if self.weights == "workers" else weight
-        total, losses = comm.psum(jnp.stack([weight, weight * loss]))
+        total, losses = comm.psum(jnp.stack([weight, weight * sent.loss[0]]))
         factor, loss = weight * comm.size / total, losses / total
         if self.rounds.eager:  # Before the first round nothing is pending, and no loss is known.
             factor, loss = jnp.where(total > 0, factor, 0), jnp.where(total > 0, loss, jnp.inf)
         # Otherwise it is NaN without any weight, and the synchronisation is undone everywhere.
-        return jax.tree.map(lambda x: x * factor.astype(x.dtype), moved), loss
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), sent.moved), loss
 
     def merged(self, own: jax.Array, new: jax.Array) -> jax.Array:
         """A worker's parameters after a result has arrived."""
