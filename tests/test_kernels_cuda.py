@@ -54,6 +54,8 @@ def test_lowering_for_cuda(name: str, form: str, n: int):
         ("magnitude_statistics", "triton"),
         ("count_above_many", "triton"),
         ("norms", "triton"),
+        ("select_block_top_k, 512 a block", "triton"),
+        ("select_stochastic", "triton"),
         ("add_sparse", None),
     ],
 )
@@ -97,7 +99,11 @@ def test_every_kernel_is_there(name: str, form: str):
     assert compiled(name, form).kernels
 
 
-@on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms")
+# Blocks of 60 are padded, so all of their loads have a mask.
+WIDE = ("select_block_top_k, 4096", "select_block_top_k, 512", "select_stochastic")
+
+
+@on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms", *WIDE)
 def test_long_vectors_are_read_16_bytes_at_a_time(name: str, form: str):
     """Except for their ragged end, which has a mask."""
     loads = compiled(name, form).reader.accesses("ld")
