@@ -19,6 +19,7 @@ from jsparse.bench import select as bench_select
 from jsparse.select.bucketed import most_of, quotas
 from kernels_pallas._triton import call
 from kernels_pallas.select_above.triton import ints
+from kernels_pallas.select_block_top_k import fits_kernel
 from kernels_pallas.select_block_top_k.triton import BlocksPlan, _stage
 from tiers import quick
 
@@ -215,6 +216,9 @@ def test_float64_and_long_blocks_are_plain():
     assert kernels(jnp.float32, 0, 60) == 0
     with jax.enable_x64(True):
         assert kernels(jnp.float64, 100, 60) == 0
+    # 64 slots for each of 36 million blocks: their places are no int32.
+    assert not fits_kernel(2**31 - 1, 60, 59)
+    assert fits_kernel(2**31 - 1, 60, 6)
 
 
 @pytest.mark.parametrize(

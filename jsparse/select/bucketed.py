@@ -20,8 +20,9 @@ class BucketedTopK(ByDensity):
     """Selects the largest elements of each bucket of 512 consecutive elements, k in all.
 
     Each bucket has its share of k. If that is not a whole number, the buckets take turns with the
-    elements that are left over. Among equal magnitudes the lowest index is selected. It sorts the
-    buckets and not the whole vector, and needs memory for a copy of the magnitudes.
+    elements that are left over. Among equal magnitudes the lowest index is selected. On a CPU it
+    sorts the buckets and not the whole vector, and needs memory for a copy of the magnitudes. On a
+    GPU a kernel reads the vector once.
 
     Attributes:
       density: k / n, above 0 and at most 1. It is the thesis's number of elements selected in
@@ -63,8 +64,7 @@ def take_largest(
       most: the largest quota.
       k: the sum of all quotas.
     """
-    static = {"block": bucket, "most": most, "capacity": k}
-    values, indices, count = select_block_top_k(acc, quota, **static)
+    values, indices, count = select_block_top_k(acc, quota, block=bucket, most=most, capacity=k)
     x = SparseVector(values, indices, acc.shape[0])
     return x, report(x, count)
 

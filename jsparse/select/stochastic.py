@@ -42,8 +42,8 @@ class StochasticTopK(ByDensity):
     of consecutive elements has its own norms, and its share of k in place of k. If more elements
     are drawn than its share, it sends the first of them; if fewer, places stay empty. So at most k
     elements are sent, and fewer than k in expectation. If the share is not a whole number, the
-    buckets take turns with the elements that are left over. This form needs memory for two copies
-    of the vector.
+    buckets take turns with the elements that are left over. On a CPU this form needs memory for
+    two copies of the vector; on a GPU a kernel reads the vector once.
 
     Attributes:
       density: k / n, above 0 and at most 1. With buckets it is the thesis's number of elements

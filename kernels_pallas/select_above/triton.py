@@ -219,7 +219,7 @@ def compact(
     values, indices, count, cleared = arrange(
         staged, counts, start, plan, again=(acc, threshold), clear=clear, interpret=interpret
     )
-    return values, indices, count, cleared if clear else acc
+    return values, indices, count, acc if cleared is None else cleared
 
 
 def arrange(

@@ -58,7 +58,20 @@ def select_block_top_k(
         "xla": functools.partial(xla.select_block_top_k, **static),
         "triton": functools.partial(_triton, **static),
     }
-    return choose(implementation if x.shape[0] and block <= LONGEST else "xla", forms, *alike((x, quota)))
+    return choose(implementation if fits_kernel(x.shape[0], block, most) else "xla", forms, *alike((x, quota)))
+
+
+def fits_kernel(n: int, block: int, most: int) -> bool:
+    """Whether a kernel can select up to ``most`` elements in each block.
+
+    A program has to hold a block, and the slots for all selected elements need int32 places.
+    """
+    return n > 0 and block <= LONGEST and -(-n // block) * slots(block, most) < 2**31
+
+
+def slots(block: int, most: int) -> int:
+    """The number of places that a kernel has for the selected elements of a block."""
+    return 1 << (min(block, most) - 1).bit_length()
 
 
 def _triton(*args, **kwargs):

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 
 from .._triton import call, load, store
 from ..select_above.triton import ACCESS, BLOCK, Plan, arrange, ints, ranked
+from . import slots
 
 ROW = ACCESS // 4
 # The bits of the smallest magnitude that is not zero, and of infinity.
@@ -46,8 +47,7 @@ class BlocksPlan(Plan):
     @staticmethod
     def of_blocks(n: int, capacity: int, length: int, most: int) -> "BlocksPlan":
         width = max(pl.next_power_of_2(length), ROW)
-        most = min(most, length)
-        return BlocksPlan(n, capacity, max(BLOCK, width), pl.next_power_of_2(most), length, most)
+        return BlocksPlan(n, capacity, max(BLOCK, width), slots(length, most), length, most)
 
     @property
     def blocks(self) -> int:

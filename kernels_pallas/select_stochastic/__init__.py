@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from .. import _check, bitmap
 from .._implementation import choose
 from .._varying import alike
-from ..select_block_top_k import LONGEST
+from ..select_block_top_k import fits_kernel
 from . import xla
 
 
@@ -79,7 +79,7 @@ def select_stochastic(
         "xla": functools.partial(xla.select_stochastic, **static),
         "triton": functools.partial(_triton, **static),
     }
-    return choose(implementation if x.shape[0] and block <= LONGEST else "xla", forms, *alike((x, quota, words)))
+    return choose(implementation if fits_kernel(x.shape[0], block, most) else "xla", forms, *alike((x, quota, words)))
 
 
 def _triton(*args, **kwargs):

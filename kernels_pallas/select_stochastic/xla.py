@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from .. import bitmap, hashing
 from ..select_above.xla import reaches, take
@@ -55,8 +54,8 @@ def norms_of_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 def drawn(
     x: jax.Array,
     numbers: jax.Array,
-    k: ArrayLike,
-    n: ArrayLike,
+    k: int | jax.Array,
+    n: int | np.ndarray | jax.Array,
     largest: jax.Array,
     total: jax.Array,
     exact: bool,
@@ -77,7 +76,8 @@ def drawn(
       exact: whether the expected number of drawn elements is k in every case.
     """
     raised = (total < k) if exact else jnp.zeros_like(total, bool)
-    divisor = jnp.where(raised, n - total, jnp.where(total > 1, total, 1))
+    # The total is 0, at least 1, or NaN: then nothing is drawn.
+    divisor = jnp.where(raised, n - total, jnp.where(total < 1, 1, total))
     share = jnp.where(raised, n - k, k).astype(x.dtype) / divisor
     least = jnp.where(raised, k - total, 0) / divisor
     # The reciprocal of the largest magnitude can be too small for a float, so both sides are
