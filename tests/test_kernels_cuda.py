@@ -14,9 +14,11 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+import kernels_pallas
 from gpus import Compiled, lowered, needs_plugin
 from kernels_pallas import _implementation
-from kernels_pallas.bench.operations import draw, operations
+from kernels_pallas.bench.operations import draw, in_blocks, operations
+from kernels_pallas.select_block_top_k import LONGEST
 from kernels_pallas.shapes import MODELS, Shape
 from tiers import quick
 
@@ -128,6 +130,23 @@ def test_nothing_long_is_copied(name: str, form: str):
     found = compiled(name, form)
     assert not re.findall(rf"= f32\[{VGG.n}\]\S* copy(?:-start)?\(", found.text)
     assert found.memory.temp_size_in_bytes < VGG.n * FLOAT / 5
+
+
+@pytest.mark.parametrize(
+    "function, inputs, options",
+    [
+        (kernels_pallas.select_block_top_k, ("x",), {}),
+        (kernels_pallas.select_stochastic, ("x", "words"), {"exact": True}),
+    ],
+)
+@needs_plugin
+@pytest.mark.xdist_group("cuda")
+@pytest.mark.full
+def test_the_longest_block_fits_the_registers(function, inputs: tuple[str, ...], options: dict):
+    """Above it the plain form runs."""
+    k = VGG.k(DENSITY)
+    args = jax.eval_shape(lambda: draw(inputs, VGG.n, k, 0))
+    assert len(Compiled(in_blocks(LONGEST, function, **options)(VGG.n, k, "triton"), *args).kernels) == 3
 
 
 @needs_plugin

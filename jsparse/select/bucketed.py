@@ -22,7 +22,7 @@ class BucketedTopK(ByDensity):
     Each bucket has its share of k. If that is not a whole number, the buckets take turns with the
     elements that are left over. Among equal magnitudes the lowest index is selected. On a CPU it
     sorts the buckets and not the whole vector, and needs memory for a copy of the magnitudes. On a
-    GPU a kernel reads the vector once.
+    GPU a kernel reads the vector once, if a bucket has at most 8192 elements.
 
     Attributes:
       density: k / n, above 0 and at most 1. It is the thesis's number of elements selected in

@@ -43,7 +43,8 @@ class StochasticTopK(ByDensity):
     are drawn than its share, it sends the first of them; if fewer, places stay empty. So at most k
     elements are sent, and fewer than k in expectation. If the share is not a whole number, the
     buckets take turns with the elements that are left over. On a CPU this form needs memory for
-    two copies of the vector; on a GPU a kernel reads the vector once.
+    two copies of the vector. On a GPU a kernel reads the vector once, if a bucket has at most 8192
+    elements.
 
     Attributes:
       density: k / n, above 0 and at most 1. With buckets it is the thesis's number of elements

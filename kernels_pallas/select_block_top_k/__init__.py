@@ -10,8 +10,8 @@ from .._implementation import choose
 from .._varying import alike
 from . import xla
 
-# The length of the longest block that one program of a kernel can hold.
-LONGEST = 16384
+# The length of the longest block whose elements fit the registers of one program of a kernel.
+LONGEST = 8192
 
 
 def select_block_top_k(
@@ -31,7 +31,7 @@ def select_block_top_k(
       most: the largest quota, static, at least 1.
       capacity: the length of the result, static, at least 1: the sum of all quotas.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
-        (see :func:`kernels_pallas.using`). All give the same bits. In blocks of more than 16384
+        (see :func:`kernels_pallas.using`). All give the same bits. In blocks of more than 8192
         elements the plain form runs.
 
     Returns:

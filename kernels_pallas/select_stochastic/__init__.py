@@ -45,7 +45,7 @@ def select_stochastic(
         the probability is cut to 1, and fewer elements are drawn in expectation.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
         (see :func:`kernels_pallas.using`). All draw the same elements. In blocks of more than
-        16384 elements the plain form runs.
+        8192 elements the plain form runs.
 
     Returns:
       ``(values, indices, count)``: shapes ``(capacity,)``, ``(capacity,)`` and ``()``. Indices
