@@ -1,6 +1,6 @@
 """Selection kernels: each folder is one operation, with a public function and a plain JAX form."""
 
-from . import bitmap
+from . import bitmap, hashing
 from ._implementation import choose, using
 from ._varying import varying_as, varying_axes
 from .accumulate_and_select import accumulate_and_select
@@ -10,7 +10,9 @@ from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
 from .magnitude_statistics import MagnitudeStatistics, magnitude_statistics
 from .norms import norms
 from .select_above import count_above, select_above
+from .select_block_top_k import select_block_top_k
 from .select_ms_top_k import select_ms_top_k
+from .select_stochastic import select_stochastic
 from .select_top_k import select_top_k
 
 __all__ = [
@@ -22,11 +24,14 @@ __all__ = [
     "count_above",
     "count_above_many",
     "estimate_kth_magnitude",
+    "hashing",
     "kth_magnitude",
     "magnitude_statistics",
     "norms",
     "select_above",
+    "select_block_top_k",
     "select_ms_top_k",
+    "select_stochastic",
     "select_top_k",
     "using",
     "varying_as",

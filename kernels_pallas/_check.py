@@ -28,3 +28,13 @@ def thresholds(values: ArrayLike) -> jax.Array:
     if values.ndim != 1:
         raise ValueError(f"thresholds have shape {values.shape}; give one vector of them, shape (m,)")
     return values
+
+
+def quota(values: ArrayLike, n: int, block: int) -> jax.Array:
+    values = jnp.asarray(values, jnp.int32)
+    if values.shape != (-(-n // block),):
+        raise ValueError(
+            f"quota has shape {values.shape}; it must have one number for each block of {block} elements: "
+            f"shape ({-(-n // block)},)"
+        )
+    return values

@@ -14,9 +14,11 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+import kernels_pallas
 from gpus import Compiled, lowered, needs_plugin
 from kernels_pallas import _implementation
-from kernels_pallas.bench.operations import draw, operations
+from kernels_pallas.bench.operations import draw, in_blocks, operations
+from kernels_pallas.select_block_top_k import LONGEST
 from kernels_pallas.shapes import MODELS, Shape
 from tiers import quick
 
@@ -54,6 +56,8 @@ def test_lowering_for_cuda(name: str, form: str, n: int):
         ("magnitude_statistics", "triton"),
         ("count_above_many", "triton"),
         ("norms", "triton"),
+        ("select_block_top_k, 512 a block", "triton"),
+        ("select_stochastic", "triton"),
         ("add_sparse", None),
     ],
 )
@@ -97,7 +101,11 @@ def test_every_kernel_is_there(name: str, form: str):
     assert compiled(name, form).kernels
 
 
-@on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms")
+# Blocks of 60 are padded, so all of their loads have a mask.
+WIDE = ("select_block_top_k, 4096", "select_block_top_k, 512", "select_stochastic")
+
+
+@on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms", *WIDE)
 def test_long_vectors_are_read_16_bytes_at_a_time(name: str, form: str):
     """Except for their ragged end, which has a mask."""
     loads = compiled(name, form).reader.accesses("ld")
@@ -122,6 +130,23 @@ def test_nothing_long_is_copied(name: str, form: str):
     found = compiled(name, form)
     assert not re.findall(rf"= f32\[{VGG.n}\]\S* copy(?:-start)?\(", found.text)
     assert found.memory.temp_size_in_bytes < VGG.n * FLOAT / 5
+
+
+@pytest.mark.parametrize(
+    "function, inputs, options",
+    [
+        (kernels_pallas.select_block_top_k, ("x",), {}),
+        (kernels_pallas.select_stochastic, ("x", "words"), {"exact": True}),
+    ],
+)
+@needs_plugin
+@pytest.mark.xdist_group("cuda")
+@pytest.mark.full
+def test_the_longest_block_fits_the_registers(function, inputs: tuple[str, ...], options: dict):
+    """Above it the plain form runs."""
+    k = VGG.k(DENSITY)
+    args = jax.eval_shape(lambda: draw(inputs, VGG.n, k, 0))
+    assert len(Compiled(in_blocks(LONGEST, function, **options)(VGG.n, k, "triton"), *args).kernels) == 3
 
 
 @needs_plugin

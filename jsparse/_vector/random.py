@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from kernels_pallas import hashing
+
 
 def key_of(seed: int, *numbers: ArrayLike) -> jax.Array:
     """A random key made from a seed and any integers, such as a step and a rank.
@@ -25,17 +27,9 @@ def uniform(key: jax.Array, n: int) -> jax.Array:
     numbers at once, XLA never stores them, and they cost a few operations for each element.
     ``jax.random.uniform`` would cost an array of length n, and about forty times the time.
     """
-    mixed = lax.iota(jnp.uint32, n)
-    for word in jax.random.bits(key, (2,), jnp.uint32):
-        mixed = mix(mixed ^ word)
-    return (mixed >> 1).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2**-31)
+    return hashing.uniform(lax.iota(jnp.uint32, n), *words_of(key))
 
 
-def mix(x: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words: each bit of the result depends on all bits of ``x``.
-
-    It is Wellons' lowbias32.
-    """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+def words_of(key: jax.Array) -> jax.Array:
+    """Two random words, uint32, shape ``(2,)``: what :func:`uniform` makes its numbers from."""
+    return jax.random.bits(key, (2,), jnp.uint32)

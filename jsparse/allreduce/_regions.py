@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import bitmap
+from kernels_pallas import bitmap, hashing
 
 from .._comm.comm import Comm
-from .._vector.random import mix
 from .._vector.sparse_vector import SparseVector
 from ..wire import Messages
 from ._gather import SHORTEST, delta, difference, fitting, forward
@@ -200,4 +199,4 @@ def in_order(rows: jax.Array, n: int) -> jax.Array:
 
 def _turn(group: jax.Array, groups: int, parts: int) -> jax.Array:
     """By how many owners the dealing of a group is shifted: by none after the last whole group."""
-    return jnp.where(group < groups, mix(group.astype(jnp.uint32)) % parts, 0).astype(jnp.int32)
+    return jnp.where(group < groups, hashing.mix(group.astype(jnp.uint32)) % parts, 0).astype(jnp.int32)

@@ -19,8 +19,9 @@ class BlockTopK(Selector):
     """Selects exactly the k largest elements of each block of consecutive elements.
 
     Among equal magnitudes the lowest index is selected. If the last block is shorter, its k is
-    scaled by its length, and is at least 1. It sorts the blocks and not the whole vector, and
-    needs memory for a copy of the magnitudes. Every block has the same k in every step; of
+    scaled by its length, and is at least 1. On a CPU it sorts the blocks and not the whole
+    vector, and needs memory for a copy of the magnitudes. On a GPU a kernel reads the vector once,
+    if a block has at most 8192 elements. Every block has the same k in every step; of
     :class:`BucketedTopK` the buckets take turns, so that there are k of n in all.
 
     Attributes:

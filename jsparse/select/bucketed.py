@@ -5,14 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from kernels_pallas import bitmap
+from kernels_pallas import select_block_top_k
 
 from .._vector.density import elements_kept
 from .._vector.sparse_vector import SparseVector
-from ._base import ByDensity, SelectorState, take_members
+from ._base import ByDensity, SelectorState, report
 from .fixed import take_above
 
 
@@ -21,8 +20,9 @@ class BucketedTopK(ByDensity):
     """Selects the largest elements of each bucket of 512 consecutive elements, k in all.
 
     Each bucket has its share of k. If that is not a whole number, the buckets take turns with the
-    elements that are left over. Among equal magnitudes the lowest index is selected. It sorts the
-    buckets and not the whole vector, and needs memory for a copy of the magnitudes.
+    elements that are left over. Among equal magnitudes the lowest index is selected. On a CPU it
+    sorts the buckets and not the whole vector, and needs memory for a copy of the magnitudes. On a
+    GPU a kernel reads the vector once, if a bucket has at most 8192 elements.
 
     Attributes:
       density: k / n, above 0 and at most 1. It is the thesis's number of elements selected in
@@ -48,8 +48,8 @@ class BucketedTopK(ByDensity):
         k = elements_kept(self.density, n)
         if k >= n:
             return take_above(acc, jnp.zeros((), acc.dtype), self.density, step)
-        most = min(self.bucket, -(-self.bucket * k // n))
-        return take_largest(acc, self.bucket, quotas(n, k, self.bucket, step), most, k)
+        quota, most = quotas(n, k, self.bucket, step), most_of(n, k, self.bucket)
+        return take_largest(acc, self.bucket, quota, most, k)
 
 
 def take_largest(
@@ -64,19 +64,9 @@ def take_largest(
       most: the largest quota.
       k: the sum of all quotas.
     """
-    n = acc.shape[0]
-    magnitudes = jnp.where(jnp.isnan(acc), 0, jnp.abs(acc))
-    places = lax.top_k(in_rows(magnitudes, bucket, -1), most)[1]
-    places += bucket * lax.iota(jnp.int32, places.shape[0])[:, None]
-    within = lax.iota(jnp.int32, most)[None] < jnp.asarray(quota)[:, None]
-    places = jnp.where(within, places, 2**31 - 1)
-    words = bitmap.mark(jnp.zeros(-(-n // bitmap.WORD), jnp.uint32), places.reshape(-1))
-    return take_members(acc, words, k)
-
-
-def in_rows(x: jax.Array, bucket: int, fill: float) -> jax.Array:
-    """The vector with a row for each bucket; ``fill`` is past its end."""
-    return jnp.pad(x, (0, -x.shape[0] % bucket), constant_values=fill).reshape(-1, bucket)
+    values, indices, count = select_block_top_k(acc, quota, block=bucket, most=most, capacity=k)
+    x = SparseVector(values, indices, acc.shape[0])
+    return x, report(x, count)
 
 
 def quotas(n: int, k: int, bucket: int, step: jax.Array) -> jax.Array:
@@ -89,3 +79,8 @@ def quotas(n: int, k: int, bucket: int, step: jax.Array) -> jax.Array:
     turn = jnp.minimum(turn.astype(jnp.uint32), n - 1)
     reached = whole.astype(np.int32) + (rest.astype(np.uint32) + turn >= n).astype(jnp.int32)
     return jnp.diff(reached, prepend=0)
+
+
+def most_of(n: int, k: int, bucket: int) -> int:
+    """The largest of the :func:`quotas`, in any step."""
+    return min(bucket, -(-bucket * k // n))

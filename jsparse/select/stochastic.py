@@ -1,21 +1,20 @@
 """Stochastic top-k: random selection, with probabilities that grow with the magnitude."""
 
 import dataclasses
-import functools
 import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kernels_pallas import bitmap, norms
+from kernels_pallas import bitmap, norms, select_stochastic
+from kernels_pallas.select_stochastic.xla import drawn
 
 from .._vector.density import elements_kept
-from .._vector.random import key_of, uniform
+from .._vector.random import key_of, uniform, words_of
 from .._vector.sparse_vector import SparseVector
-from ._base import ByDensity, SelectorState, take_members
-from .bucketed import in_rows, quotas
+from ._base import ByDensity, SelectorState, report, take_members
+from .bucketed import most_of, quotas
 from .fixed import take_above
 
 # The room of the buffer above k, in standard deviations of the count, which are at most √k.
@@ -43,8 +42,9 @@ class StochasticTopK(ByDensity):
     of consecutive elements has its own norms, and its share of k in place of k. If more elements
     are drawn than its share, it sends the first of them; if fewer, places stay empty. So at most k
     elements are sent, and fewer than k in expectation. If the share is not a whole number, the
-    buckets take turns with the elements that are left over. This form needs memory for two copies
-    of the vector.
+    buckets take turns with the elements that are left over. On a CPU this form needs memory for
+    two copies of the vector. On a GPU a kernel reads the vector once, if a bucket has at most 8192
+    elements.
 
     Attributes:
       density: k / n, above 0 and at most 1. With buckets it is the thesis's number of elements
@@ -80,35 +80,22 @@ class StochasticTopK(ByDensity):
         key = key_of(self.seed, step, rank)
         if self.bucket is not None:
             return self._of_each_bucket(acc, k, self.bucket, step, key)
-        probability = self._probability(acc, k, n, *norms(acc))
-        chosen = (uniform(key, n) < probability) | (probability >= 1)
+        chosen = drawn(acc, uniform(key, n), k, n, *norms(acc), self.rule == "exact")
         capacity = min(n, k + math.ceil(MARGIN * math.sqrt(k)))
         return take_members(acc, bitmap.pack(chosen & (acc != 0)), capacity, bitmap.turn(step, capacity))
-
-    def _probability(
-        self, x: jax.Array, k: int | jax.Array, n: int | np.ndarray, largest: jax.Array, total: jax.Array
-    ) -> jax.Array:
-        """The probability of each element, by what `norms` says of x, if k of n are expected."""
-        none = jnp.zeros_like(total)
-        epsilon = jnp.maximum(k - total, 0) / jnp.maximum(n - k, 1) if self.rule == "exact" else none
-        share = k / jnp.maximum(total + n * epsilon, 1)
-        # |v| and ε are relative to the largest magnitude. Its reciprocal can be too small for a
-        # float, so both sides are scaled by a power of two first. These powers differ from those
-        # in `norms`: a product that both had in common XLA would store, an array as long as x.
-        scale = jnp.where(largest > 1, 2.0**-60, 2.0**60).astype(x.dtype)
-        factor = share / jnp.where(largest > 0, largest * scale, 1)
-        return jnp.abs(x * scale) * factor + share * epsilon
 
     def _of_each_bucket(
         self, acc: jax.Array, k: int, bucket: int, step: jax.Array, key: jax.Array
     ) -> tuple[SparseVector, SelectorState]:
-        n, rows = acc.shape[0], in_rows(acc, bucket, 0)
-        lengths = np.minimum(bucket, n - bucket * np.arange(rows.shape[0]))[:, None]
-        quota = quotas(n, k, bucket, step)[:, None]
-        both = jax.vmap(functools.partial(norms, implementation="xla"))(rows)
-        probability = self._probability(rows, quota, lengths, *(norm[:, None] for norm in both))
-        chosen = (uniform(key, rows.size).reshape(rows.shape) < probability) | (probability >= 1) | (quota >= lengths)
-        words = bitmap.pack((chosen & (rows != 0)).reshape(-1))
-        first = jax.vmap(bitmap.take_first)(words.reshape(rows.shape[0], -1), quota[:, 0])
-        x, state = take_members(acc, first.reshape(-1)[: -(-n // bitmap.WORD)], k)
-        return x, state._replace(selected=bitmap.count(words)[None])
+        n = acc.shape[0]
+        values, indices, count = select_stochastic(
+            acc,
+            quotas(n, k, bucket, step),
+            words_of(key),
+            block=bucket,
+            most=most_of(n, k, bucket),
+            capacity=k,
+            exact=self.rule == "exact",
+        )
+        x = SparseVector(values, indices, n)
+        return x, report(x, count)

@@ -94,6 +94,7 @@ def draw(names: Sequence[str], n: int, k: int, seed: int, clustered: bool = Fals
         "gradient": lambda: gradient(jnp.float32),
         "narrow gradient": lambda: gradient(jnp.bfloat16),
         "residual": lambda: jax.random.uniform(jax.random.fold_in(key, 2), (n,), minval=-1, maxval=1),
+        "words": lambda: jnp.asarray(rng.integers(0, 2**32, 2, np.uint32)),
         "level": lambda: jnp.float32(LEVEL),
         "values": lambda: jnp.asarray(rng.standard_normal(k, np.float32)),
         "indices": lambda: lists(1, k)[0],
@@ -246,6 +247,17 @@ def add_sparse(n: int, k: int, implementation: str) -> Callable[..., Any]:
     return lambda *args: (kernels_pallas.add_sparse(*args, implementation=implementation),)
 
 
+def in_blocks(block: int, select: Callable[..., Any], **options: Any) -> Callable[..., Callable[..., Any]]:
+    """The ``ours`` of a row that selects k of n elements, the same share of each block."""
+
+    def ours(n: int, k: int, implementation: str) -> Callable[..., Any]:
+        quota = np.diff(np.minimum(np.arange(-(-n // block) + 1) * block, n) * k // max(n, 1)).astype(np.int32)
+        static = {"block": block, "most": int(quota.max(initial=1)), "capacity": max(k, 1), **options}
+        return lambda x, *args: select(x, quota, *args, **static, implementation=implementation)
+
+    return ours
+
+
 def copy(n: int, k: int, implementation: str) -> Callable[..., Any]:
     """The copy whose rate the others are compared with.
 
@@ -343,6 +355,21 @@ def operations() -> list[Operation]:
             public(kernels_pallas.select_ms_top_k, "k"),
             lambda n, k: 4 * n + 8 * k,
             beside={name: largest_by(top_k) for name, top_k in TOP_K.items()},
+        ),
+        *(
+            Operation(
+                f"select_block_top_k, {block} a block",
+                ("x",),
+                in_blocks(block, kernels_pallas.select_block_top_k),
+                lambda n, k: 4 * n + 8 * k,
+            )
+            for block in (4096, 512, 60)
+        ),
+        Operation(
+            "select_stochastic",
+            ("x", "words"),
+            in_blocks(512, kernels_pallas.select_stochastic, exact=True),
+            lambda n, k: 4 * n + 8 * k,
         ),
         Operation(
             "add_sparse",

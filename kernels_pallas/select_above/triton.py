@@ -100,6 +100,12 @@ class Plan:
         """
         return pl.cdiv(self.blocks, self.group)
 
+    @property
+    def buffers(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | None:
+        """The slots of all blocks: values, and indices in the vector. None without slots."""
+        size = self.blocks * self.slots
+        return (floats(size), ints(size)) if size else None
+
     def run(self, block: jax.Array, row: int, body: Callable[[jax.Array, jax.Array | None], None]) -> None:
         """Runs ``body(places, mask)`` for a block, in rows of ``row`` elements.
 
@@ -145,15 +151,27 @@ def find(values: jax.Array, threshold: jax.Array, begin: jax.Array) -> tuple[lis
     rows, row = values.shape
     columns = [column.reshape(rows) for column in lax.split(values, (1,) * row, axis=1)]
     hits = [reaches(column, threshold) for column in columns]
+    ranks, count = ranked(hits)
+    index = begin + lax.iota(jnp.int32, rows) * row
+    return [Hits(hits[j], ranks[j], columns[j], index + j) for j in range(row)], count
+
+
+def ranked(hits: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Ranks the hits of a block: ``(ranks, count)``.
+
+    Args:
+      hits: the columns of the rows of a block, or of several blocks, shape ``(..., rows)`` each.
+
+    Returns:
+      For each column the number of hits before each element in its block; and the number of hits
+      in each block, shape ``(...)``. All are int32.
+    """
     ones = [hit.astype(jnp.int32) for hit in hits]
     in_row = sum(ones[1:], ones[0])
-    rank = jnp.cumsum(in_row, dtype=jnp.int32) - in_row
-    index = begin + lax.iota(jnp.int32, rows) * row
-    found = []
-    for j in range(row):
-        found.append(Hits(hits[j], rank, columns[j], index + j))
-        rank += ones[j]
-    return found, jnp.sum(in_row, dtype=jnp.int32)
+    ranks = [jnp.cumsum(in_row, axis=-1, dtype=jnp.int32) - in_row]
+    for column in ones[:-1]:
+        ranks.append(ranks[-1] + column)
+    return ranks, jnp.sum(in_row, axis=-1, dtype=jnp.int32)
 
 
 def compact(
@@ -185,26 +203,51 @@ def compact(
       :func:`kernels_pallas.select_above`. ``acc`` is the sum, or ``x`` if there is no ``addend``.
     """
 
-    def floats(size):
-        return jax.ShapeDtypeStruct((size,), jnp.float32)
-
-    def ints(*size):
-        return jax.ShapeDtypeStruct(size, jnp.int32)
-
-    slots = plan.blocks * plan.slots
-
     acc, staged, counts = call(
         functools.partial(_stage, plan=plan, limit=limit, clear=clear),
         x,
         addend,
         threshold,
         name="select_stage",
-        out=(floats(plan.n) if addend else None, (floats(slots), ints(slots)) if slots else None, ints(plan.blocks)),
+        out=(floats(plan.n) if addend else None, plan.buffers, ints(plan.blocks)),
         grid=plan.blocks,
         warps=plan.warps,
         interpret=interpret,
         aliases={0: 0} if addend else {},
     )
+    acc = acc if addend else x
+    values, indices, count, cleared = arrange(
+        staged, counts, start, plan, again=(acc, threshold), clear=clear, interpret=interpret
+    )
+    return values, indices, count, acc if cleared is None else cleared
+
+
+def arrange(
+    staged: tuple[jax.Array, jax.Array] | None,
+    counts: jax.Array,
+    start: jax.Array,
+    plan: Plan,
+    *,
+    again: tuple[jax.Array, jax.Array] | None = None,
+    clear: bool = False,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Puts the hits of all blocks in order, from their slots.
+
+    Args:
+      staged: the values and the indices in the slots, as ``plan.buffers``; None without slots.
+      counts: the number of hits of each block.
+      start: int32 scalar, the rank of the first hit that is taken.
+      plan: the sizes.
+      again: the vector and the threshold, to read blocks again that have more hits than slots.
+        None if there are no such blocks.
+      clear: whether to set the taken elements of the vector to zero.
+      interpret: whether to run in Pallas's interpreter.
+
+    Returns:
+      ``(values, indices, count, cleared)``. The first three are as in
+      :func:`kernels_pallas.select_above`. ``cleared`` is the vector with ``clear``, or None.
+    """
     before, count = call(
         functools.partial(_rank, plan=plan),
         counts,
@@ -214,7 +257,7 @@ def compact(
         warps=RANK_WARPS,
         interpret=interpret,
     )
-    acc = acc if addend else x
+    acc, threshold = again or (None, None)
     cleared, values, indices = call(
         functools.partial(_place, plan=plan),
         acc,
@@ -226,7 +269,15 @@ def compact(
         interpret=interpret,
         aliases={0: 0} if clear else {},
     )
-    return values, indices, count, cleared if clear else acc
+    return values, indices, count, cleared
+
+
+def floats(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.float32)
+
+
+def ints(*size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(size, jnp.int32)
 
 
 def _stage(x, addend, threshold, acc, staged, counts, *, plan: Plan, limit: float, clear: bool) -> None:
@@ -314,6 +365,8 @@ def _place(acc, given: Any, cleared, values, indices, *, plan: Plan) -> None:
     @pl.when(program < plan.movers)
     def _():
         crowded = move() if plan.slots else True
+        if acc is None:
+            return
 
         @pl.when(crowded)
         def _():

@@ -1,0 +1,191 @@
+"""Selection in blocks on a GPU, in three kernels, and the k largest of each block by them.
+
+**stage** reads the vector. A program holds one block, or several short ones, and decides in
+registers which elements are hits. It writes the first hits of each block, up to its quota, to the
+slots of the block. Each block has at least as many slots as its quota. Then the kernels **rank**
+and **place** of ``select_above`` move the hits from the slots to the result.
+
+The quota-th largest magnitude of a block is found bit by bit: bits of magnitudes, read as
+integers, have the same order as the magnitudes.
+
+If a share ``d`` of the elements is selected, each element takes ``4 + 24 d`` bytes of memory
+traffic.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .._triton import call, load, store
+from ..select_above.triton import ACCESS, BLOCK, Plan, arrange, ints, ranked
+from . import slots
+
+ROW = ACCESS // 4
+# The bits of the smallest magnitude that is not zero, and of infinity.
+TINY, INFINITY = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, np.inf))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksPlan(Plan):
+    """The sizes of a selection in blocks. ``block`` is the number of elements of a program.
+
+    Attributes:
+      length: the number of elements of a block of the vector.
+      most: the largest quota.
+    """
+
+    length: int
+    most: int
+
+    @staticmethod
+    def of_blocks(n: int, capacity: int, length: int, most: int) -> "BlocksPlan":
+        width = max(pl.next_power_of_2(length), ROW)
+        return BlocksPlan(n, capacity, max(BLOCK, width), slots(length, most), length, most)
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.n, self.length)
+
+    @property
+    def width(self) -> int:
+        """The length of a block with padding: a power of two."""
+        return max(pl.next_power_of_2(self.length), ROW)
+
+    @property
+    def held(self) -> int:
+        """The number of blocks of a program."""
+        return self.block // self.width
+
+
+class Held(NamedTuple):
+    """The blocks of a program. ``rows`` is ``width / ROW``, and a thread holds whole rows.
+
+    Attributes:
+      values: the elements, float32, shape ``(held, width)``, with 0 past the end of a block.
+      columns: the columns of the rows of these, ``ROW`` arrays of shape ``(held, rows)``.
+      places: the place of each row's first element in its block, int32, shape ``(1, rows)``.
+      begin: the index of the first element of each block, int32, shape ``(held, 1)``.
+      length: the number of elements of each block, int32, shape ``(held, 1)``.
+      quota: the number of hits to take of each block, int32, shape ``(held, 1)``.
+    """
+
+    values: jax.Array
+    columns: list[jax.Array]
+    places: jax.Array
+    begin: jax.Array
+    length: jax.Array
+    quota: jax.Array
+
+
+def select_in_blocks(
+    find: Callable[..., list[jax.Array]],
+    x: jax.Array,
+    quota: jax.Array,
+    *given: jax.Array,
+    plan: BlocksPlan,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Selects the first hits of each block, up to its quota.
+
+    Args:
+      find: says from a :class:`Held` and references to ``given`` which elements are hits: booleans
+        in the shape of the columns. A zero must be no hit: past the end of a block are zeros.
+      x: float32, shape ``(n,)``, ``n`` at least 1.
+      quota: int32, shape ``(blocks,)``.
+      *given: further arrays.
+      plan: the sizes.
+      interpret: whether to run in Pallas's interpreter.
+
+    Returns:
+      ``(values, indices, count, found)``: the first three as from
+      :func:`kernels_pallas.select_block_top_k`; and the number of hits of each block, int32, shape
+      ``(blocks,)``.
+    """
+    staged, counts, found = call(
+        functools.partial(_stage, find=find, plan=plan),
+        x,
+        quota,
+        given,
+        name="select_stage",
+        out=(plan.buffers, ints(plan.blocks), ints(plan.blocks)),
+        grid=pl.cdiv(plan.blocks, plan.held),
+        warps=plan.warps,
+        interpret=interpret,
+    )
+    values, indices, count, _ = arrange(staged, counts, jnp.int32(0), plan, interpret=interpret)
+    return values, indices, count, found
+
+
+def _stage(x, quota, given, staged, counts, found, *, find: Callable[..., list[jax.Array]], plan: BlocksPlan) -> None:
+    program = pl.program_id(0)
+    rows = plan.width // ROW
+    first = program * plan.held
+
+    def body(masked: bool) -> None:
+        block = first + lax.iota(jnp.int32, plan.held)
+        there = block < plan.blocks
+        begin = jnp.where(there, block * plan.length, 0)
+        length = jnp.where(there, jnp.minimum(plan.length, plan.n - begin), 0)
+        shape = (plan.held * rows, ROW)
+        lanes = lax.broadcasted_iota(jnp.int32, shape, 0) * ROW + lax.broadcasted_iota(jnp.int32, shape, 1)
+        if masked:
+            here, place = first + lanes // plan.width, lanes % plan.width
+            mask = (place < plan.length) & (here < plan.blocks)
+            value = load(x, here * plan.length + place, mask & (place < plan.n - here * plan.length))
+        else:
+            value = load(x, first * plan.length + lanes)
+        columns = [column.reshape(plan.held, rows) for column in lax.split(value, (1,) * ROW, axis=1)]
+        take = jnp.minimum(load(quota, block, there), plan.most)
+        places = lax.broadcasted_iota(jnp.int32, (1, rows), 1) * ROW
+        held = Held(
+            value.reshape(plan.held, plan.width), columns, places, begin[:, None], length[:, None], take[:, None]
+        )
+        hits = find(held, *given)
+        ranks, count = ranked(hits)
+        store(counts, block, jnp.minimum(count, take), there)
+        store(found, block, count, there)
+        for j in range(ROW):
+            fits = hits[j] & (ranks[j] < held.quota)
+            slot = block[:, None] * plan.slots + ranks[j]
+            store(staged[0], slot, columns[j], fits)
+            store(staged[1], slot, held.begin + places + j, fits)
+
+    whole = plan.n // (plan.held * plan.length) if plan.width == plan.length else 0
+    if whole:
+        pl.when(program < whole)(lambda: body(False))
+    if whole * plan.held < plan.blocks:
+        pl.when(program >= whole)(lambda: body(True))
+
+
+def largest(held: Held) -> list[jax.Array]:
+    """The ``quota`` largest magnitudes of each block, except zeros and NaN."""
+    bits = [lax.bitcast_convert_type(jnp.abs(column), jnp.int32) for column in held.columns]
+    bits = [jnp.where((column >= TINY) & (column <= INFINITY), column, 0) for column in bits]
+
+    def count(candidate: jax.Array, reaches: Callable[..., jax.Array]) -> jax.Array:
+        ones = [reaches(column, candidate).astype(jnp.int32) for column in bits]
+        return jnp.sum(sum(ones[1:], ones[0]), axis=1, keepdims=True, dtype=jnp.int32)
+
+    def refine(i: jax.Array, least: jax.Array) -> jax.Array:
+        candidate = least | jnp.int32(1) << 30 - i
+        return jnp.where(count(candidate, jnp.greater_equal) >= held.quota, candidate, least)
+
+    least = lax.fori_loop(0, 31, refine, jnp.zeros_like(held.quota))
+    left = held.quota - count(least, jnp.greater)
+    equal = [(column == least) & (column > 0) for column in bits]
+    ranks, _ = ranked(equal)
+    return [(bits[j] > least) | (equal[j] & (ranks[j] < left)) for j in range(ROW)]
+
+
+def select_block_top_k(
+    x: jax.Array, quota: jax.Array, *, block: int, most: int, capacity: int, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    plan = BlocksPlan.of_blocks(x.shape[0], capacity, block, most)
+    return select_in_blocks(largest, x, quota, plan=plan, interpret=interpret)[:3]
