@@ -122,6 +122,7 @@ CROWDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("crowd", quick(CROWDS, next(iter(CROWDS))))
 def test_crowds_are_dealt_evenly(crowd: str):
     """If regions were of consecutive indices, messages would be up to P times as long."""
@@ -281,6 +282,7 @@ def constant_gradients(size: int, n: int, density: float, **rule: str):
     return both
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("put_back", ["exact", "owner"])
 @pytest.mark.parametrize("topology", quick(["butterfly", "tree", "allgather"], "butterfly"))
 @pytest.mark.parametrize("size", quick([2, 5, 8], 2))

@@ -234,6 +234,7 @@ def on_each_worker(name: str, mesh: Mesh | AbstractMesh, threshold_spec: Partiti
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec()], ids=["own threshold", "same threshold"])
 def test_under_shard_map(spec: PartitionSpec):
     """Compares values without tracking of variance, and lowers with and without it.

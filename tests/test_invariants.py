@@ -336,23 +336,21 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
 
 
 # Rows for which tests that take long are quick ones.
-LONG = ("oktopk", "topk_allgather", "gtopk")
 
 
 def over_transports() -> Iterator[Any]:
     """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one
     level alone.
 
-    In the quick tests only a few rows are run, and one of them over other transports than
-    ``shard_map``.
+    In the quick tests only two rows are run, over ``shard_map``.
     """
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
             slow = few and size != row.usual_size
-            yield case(row, size, "shard_map", slow=slow, full=row.name not in (*LONG, "dense", "hitopk"))
+            yield case(row, size, "shard_map", slow=slow, full=row.name not in ("oktopk", "hitopk"))
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
-            yield case(row, row.usual_size, transport, slow=few, full=row.name != "topk_allgather")
+            yield case(row, row.usual_size, transport, slow=few, full=True)
 
 
 @pytest.mark.parametrize("row, size, transport", list(over_transports()))
@@ -400,7 +398,7 @@ def test_density_1_is_dense(row: Row, size: int):
 @pytest.mark.parametrize(
     "row, size",
     [
-        case(row, size, full=row.name not in LONG)
+        case(row, size, full=row.name != "oktopk")
         for row in ROWS
         for size in some(row, *([2, 8] if row.name in QUICK else []))
     ],

@@ -300,7 +300,7 @@ def test_a_diff_is_short(file: str):
     assert patches.apply(DIFFS[file], original(file)) != original(file)
 
 
-@pytest.mark.parametrize("file", quick(DIFFS, "named_sharding.py", "train_state.py"))
+@pytest.mark.parametrize("file", quick(DIFFS, "train_state.py"))
 def test_a_loop_with_its_diff(file: str):
     """The loss falls. Our messages cross the slow axis, and what the loop sums for its log."""
     before, after = ran(file, None), ran(file, "0.01")

@@ -240,6 +240,7 @@ def test_large_values_stay_finite(quantizer):
         np.testing.assert_allclose(got, values, rtol=0.01)
 
 
+@pytest.mark.full
 def test_any_length():
     for quantizer in (QSGD(1, 64), Sign(64, zeros=False), Block8(64), Int4(64), Float4(64), BFloat16(), Codebook(4)):
         for m in (1, 65):

@@ -161,7 +161,7 @@ def check_moved(
     run(preset, new, moved, steps=1)
 
 
-FEW = [("leaves", "2x4-4x2-columns"), ("dgc", "2x2x2-2x4")]
+FEW = [("leaves", "2x4-4x2-columns")]
 MANY = [(preset, move) for preset in PRESETS for move in MOVES]
 
 

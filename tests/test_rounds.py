@@ -60,9 +60,7 @@ def check_by_hand(options: dict[str, Any], recipe: Recipe, poison=(), rounds: in
     return state
 
 
-@pytest.mark.parametrize(
-    "form", quick(FORMS | RECIPES, "merged-unlike", "eager-layers", "diloco", "streaming", "sparseloco", "oktopk")
-)
+@pytest.mark.parametrize("form", quick(FORMS | RECIPES, "merged-unlike", "streaming", "sparseloco"))
 @pytest.mark.parametrize("checked", quick([True, False], True))
 def test_a_round_is_its_papers(form: str, checked: bool):
     check_by_hand({"check_vma": checked}, (FORMS | RECIPES)[form])
@@ -248,7 +246,7 @@ LOSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", quick(LOSES, "oktopk", "sparseloco"))
+@pytest.mark.parametrize("name", quick(LOSES, "sparseloco"))
 def test_nothing_that_workers_moved_is_lost(name: str):
     """Parameters have moved by the mean of all that workers moved, but for what residuals hold."""
     sync, loses = LOSES[name]
@@ -277,7 +275,7 @@ ROWS: dict[str, dict[str, Any]] = {name: recipe.options for name, recipe in RECI
     "chain": {"sync": optax.chain(optax.clip_by_global_norm(1.0), sparse("gtopk"))},
     "phases": {"sync": jsparse.phases(((1, jsparse.dense(AXIS)), sparse("oktopk")))},
 }
-SOME = ("streaming", "sparseloco")
+SOME = ("streaming",)
 
 
 @pytest.mark.parametrize("name", quick(ROWS, *SOME))

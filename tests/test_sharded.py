@@ -238,7 +238,7 @@ def ours_alone(compiled, mesh: Mesh) -> jsparse.Traffic:
 
 @pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("sizes", quick([TWO, THREE], THREE), ids=["fsdp", "fsdp-tensor"])
-@pytest.mark.parametrize("density", [1.0, 0.02])
+@pytest.mark.parametrize("density", quick([1.0, 0.02], 0.02))
 def test_a_transformer_trains_in_shards(sizes, density: float, checked: bool):
     """At density 1 as on one device, to rounding; else the loss falls. Nothing becomes whole."""
     preset = jsparse.oktopk("replica", density=density)
@@ -556,7 +556,8 @@ def test_micro_batches_move_no_examples():
     assert bytes_sent[1] <= 2 * bytes_sent[0]
 
 
-@pytest.mark.parametrize("name", quick(["oktopk", "gtopk", "topk_dsa", "dgc", "ssar_recursive_doubling"], "gtopk"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["oktopk", "gtopk", "topk_dsa", "dgc", "ssar_recursive_doubling"])
 def test_a_region_of_ones_own_over_the_workers_alone(name: str):
     """In ``shard_map(axis_names=...)`` over whole parameters presets work as they stand."""
     mesh = auto(TWO)
