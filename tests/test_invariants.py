@@ -335,9 +335,6 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
         yield of._replace(memory=jax.tree.map(lambda leaf, n=n: vector(leaf, n), of.memory))
 
 
-# Rows for which tests that take long are quick ones.
-
-
 def over_transports() -> Iterator[Any]:
     """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one
     level alone.
