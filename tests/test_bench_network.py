@@ -14,10 +14,9 @@ from test_network import needs_network
 
 import jsparse
 from jsparse import cli
-from jsparse.bench import network, torch_worker
+from jsparse.bench import gradients, network, torch_worker
 from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
-from jsparse.bench.gradients import worker_gradients
 from jsparse.bench.job import NetworkJob
 from jsparse.bench.network_worker import Selecting, synchroniser
 from jsparse.bench.reports import run_workers
@@ -117,9 +116,9 @@ def test_a_job_is_written_and_read():
 
 
 def test_gradients():
-    first, second = worker_gradients(N, 0), worker_gradients(N, 1)
+    first, second = gradients.worker_gradients(N, 0), gradients.worker_gradients(N, 1)
     assert [g.dtype for g in first] == [np.float32] * 3
-    np.testing.assert_array_equal(first[1], worker_gradients(N, 0)[1])
+    np.testing.assert_array_equal(first[1], gradients.worker_gradients(N, 0)[1])
     for one, other in ((first[0], second[0]), (first[0], first[1])):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
         # Their magnitudes are correlated.
@@ -145,16 +144,17 @@ def test_every_preset_is_a_form():
         for name in jsparse.__all__
         if inspect.isfunction(preset := getattr(jsparse, name))
         and inspect.signature(preset).return_annotation is jsparse.SparseAllReduce
-        and "density" in inspect.signature(preset).parameters
     }
     names = {form.name.split(",")[0] for form in FORMS}
-    assert presets <= names
+    # The first takes what the others make, and so do the last two.
+    assert presets - {"phases", "sparse_allreduce", "from_file", "over_mesh"} <= names
     assert {"oktopk, dense update", "oktopk, compact", "oktopk, compact bf16", "oktopk, compact 4 bits"} <= {
         form.name for form in FORMS
     }
 
 
 ALONE = ["dense", "oktopk, dense update", "gtopk, tree", "ssar_recursive_doubling", "dsar_split_allgather", "hitopk"]
+ALONE += ["torus", "a2sgd", "qsgd", "parameter_server", "powersgd, rank 4", "oktopk, leaf"]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.name in ALONE], ids=lambda form: form.name)
@@ -163,30 +163,31 @@ def test_computation_alone_sends_nothing(form):
     comms = (Alone(2), Alone(2)) if form.levels else (Alone(4),)
     tx = form.make(*comms, density=0.01)
     step = synchroniser(tx, form.dense_update)
-    grads = jax.ShapeDtypeStruct((N,), jnp.float32)
+    grads = jax.eval_shape(lambda: gradients.in_leaves(np.zeros(N, np.float32)) if form.leaves else jnp.zeros(N))
     state = jax.eval_shape(tx.init, grads)
     after, mean = jax.eval_shape(step, grads, state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     sparse = isinstance(mean, jsparse.SparseVector)
-    assert mean.n == N if sparse else mean.shape == (N,)
-    assert sparse != (form.dense_update or form.name.startswith(("dense", "dsar")))
+    assert mean.n == N if sparse else sum(leaf.size for leaf in jax.tree.leaves(mean)) == N
+    sums = ("dense", "dsar", "torus", "a2sgd", "qsgd", "parameter_server", "powersgd")
+    assert sparse != (form.dense_update or form.name.startswith(sums))
     assert jsparse.traffic(step, grads, state).bytes == 0
 
 
 def test_selection_alone():
     """Selection alone accumulates and selects, but delivers nothing."""
     tx = jsparse.topk_allgather(Alone(4), density=0.01)
-    selecting = Selecting(tx.synchroniser, [jnp.asarray(gradient) for gradient in worker_gradients(N, 0)])
+    selecting = Selecting(tx.synchroniser, [jnp.asarray(gradient) for gradient in gradients.worker_gradients(N, 0)])
     for _ in range(2):
         selecting()
-    np.testing.assert_allclose(selecting._state[0], sum(worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(selecting._state[0], sum(gradients.worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_for_pytorch():
-    assert sum(map(math.prod, torch_worker.vgg16())) == 14_728_266
-    assert torch_worker.leaves_of(14_728_266) == torch_worker.vgg16()
-    assert torch_worker.leaves_of(10) == [(3, 3), (1,)]
-    assert torch_worker.leaves_of(9) == [(3, 3)]
+    assert sum(map(math.prod, gradients.vgg16())) == 14_728_266
+    assert gradients.leaves_of(14_728_266) == gradients.vgg16()
+    assert gradients.leaves_of(10) == [(3, 3), (1,)]
+    assert gradients.leaves_of(9) == [(3, 3)]
 
     class Buffer(np.ndarray):
         def split(self, sizes):

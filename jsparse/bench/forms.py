@@ -7,6 +7,7 @@ from .. import quantize, select, wire
 from .._engine.transform import SparseAllReduce
 from .._presets import dense as _dense_presets
 from .._presets import sparse as presets
+from .._presets.powersgd import powersgd
 
 
 class Form(NamedTuple):
@@ -17,12 +18,14 @@ class Form(NamedTuple):
       make: makes the transformation. It takes a comm (two comms for ``levels``) and ``density=``.
       dense_update: make the mean dense where it could stay sparse.
       levels: whether ``make`` takes two levels: pairs of hosts, and the hosts of a pair.
+      leaves: whether the gradient has the leaves of a net. Otherwise it is one vector.
     """
 
     name: str
     make: Callable[..., SparseAllReduce]
     dense_update: bool = False
     levels: bool = False
+    leaves: bool = False
 
 
 def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any] | None = None, **options: Any):
@@ -35,25 +38,38 @@ def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any
     return form
 
 
-def float16(split: bool | Literal["ring"]):
-    """A form's ``make``: casts gradients to float16, as DDP's hook does.
+def of_all(make: Callable[..., SparseAllReduce], **options: Any):
+    """A form's ``make``: a preset that has no density, with these options."""
+    return lambda *comms, density: make(*comms, **options)
 
-    With ``split="ring"`` partial sums are cast, too.
-    """
 
-    def form(comm: Any, density: float) -> SparseAllReduce:
-        return _dense_presets.quantized(comm, quantize=quantize.Float16(), split=split, error_feedback=False)
-
-    return form
+def rounded(quantizer: Any, split: bool | Literal["ring"] = True, error_feedback: bool | None = None):
+    """A form's ``make``: rounds all values."""
+    return of_all(_dense_presets.quantized, quantize=quantizer, split=split, error_feedback=error_feedback)
 
 
 BF16, FOUR_BITS = wire.Compact(quantize.BFloat16()), wire.Compact(quantize.Codebook(4))
+# DDP's size of a bucket.
+BUCKET = 25 * 2**20
 FORMS = [
-    Form("dense", lambda comm, density: _dense_presets.dense(comm)),
-    Form("dense, float16", float16(split=True)),
-    Form("dense, float16, ring", float16(split="ring")),
+    Form("dense", of_all(_dense_presets.dense)),
+    Form("dense, buckets", of_all(_dense_presets.dense, bucket_bytes=BUCKET), dense_update=True, leaves=True),
+    # DDP's hook casts gradients so. In the ring partial sums are cast, too.
+    Form("dense, float16", rounded(quantize.Float16(), error_feedback=False)),
+    Form("dense, float16, ring", rounded(quantize.Float16(), split="ring", error_feedback=False)),
+    Form("torus", of_all(_dense_presets.torus), levels=True),
+    Form("parameter_server", of_all(_dense_presets.parameter_server)),
+    Form("a2sgd", of_all(_dense_presets.a2sgd), dense_update=True),
+    Form("qsgd", of_all(_dense_presets.qsgd)),
+    Form("quantized, 8 bits", rounded(quantize.Block8())),
+    Form("quantized, 4 bits", rounded(quantize.Float4())),
+    Form("quantized, TernGrad", rounded(quantize.TernGrad())),
+    Form("quantized, sign", rounded(quantize.Sign())),
+    Form("powersgd, rank 4", of_all(powersgd, rank=4), dense_update=True, leaves=True),
+    Form("powersgd, rank 32", of_all(powersgd, rank=32), dense_update=True, leaves=True),
     Form("oktopk", preset(presets.oktopk)),
     Form("oktopk, dense update", preset(presets.oktopk), dense_update=True),
+    Form("oktopk, leaf", preset(presets.oktopk, scope="leaf"), dense_update=True, leaves=True),
     Form("oktopk, sampled", preset(presets.oktopk, select.SampledThreshold)),
     Form("oktopk, reused", preset(presets.oktopk, select.ReusedThreshold)),
     Form("oktopk, rotate", preset(presets.oktopk, split="rotate")),

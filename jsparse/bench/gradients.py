@@ -13,6 +13,8 @@ DISTRIBUTIONS = ("gaussian", "heavy", "layered", "periodic", "ties", "digits")
 STEPS, BATCH, RATE = 20, 64, 0.05
 # The gradients of `worker_gradients`: how many, and how many layers each consists of.
 GRADIENTS, LAYERS = 3, 50
+# Channels of VGG-16's convolutions.
+VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 
 
 def draw(distribution: str, n: int, seed: int) -> np.ndarray:
@@ -113,3 +115,35 @@ def worker_gradients(n: int, rank: int, count: int = GRADIENTS) -> list[np.ndarr
     np.exp(0.5 * scale, out=scale)
     own = np.random.default_rng(1 + rank)
     return [scale * own.standard_normal(n, np.float32) for _ in range(count)]
+
+
+def vgg16() -> list[tuple[int, ...]]:
+    """The parameters' shapes of VGG-16 for CIFAR-10, with batch normalisation, in PyTorch's order.
+
+    They have 14,728,266 elements.
+    """
+    shapes: list[tuple[int, ...]] = []
+    channels = 3
+    for width in VGG16:
+        shapes += [(width, channels, 3, 3), (width,), (width,), (width,)]
+        channels = width
+    return [*shapes, (10, 512), (10,)]
+
+
+def leaves_of(size: int) -> list[tuple[int, ...]]:
+    """Shapes of ``size`` elements in all.
+
+    They are VGG-16's where the size is VGG-16's, else a square matrix and a vector of the rest.
+    """
+    shapes = vgg16()
+    if sum(map(math.prod, shapes)) == size:
+        return shapes
+    side = math.isqrt(size)
+    return [(side, side), (size - side * side,)][: 1 + (size > side * side)]
+
+
+def in_leaves(x: np.ndarray) -> list[np.ndarray]:
+    """A vector as leaves of :func:`leaves_of`."""
+    shapes = leaves_of(x.size)
+    parts = np.split(x, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

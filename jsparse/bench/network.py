@@ -17,7 +17,7 @@ The floor is the busiest host's bytes over the link's rate: no synchronisation o
 be faster.
 
 Where PyTorch is installed, its gloo all-reduce, its float16 hook, top-k with an all-gather, and
-PowerSGD of rank 4 are measured in the same run. Needs Linux and root.
+PowerSGD are measured in the same run. Needs Linux and root.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """A worker of ``jsparse bench network``: synchronises in every form, and times and counts each."""
 
+import functools
 import itertools
 import os
 import sys
@@ -13,13 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._comm.comm import AxisComm
 from .._comm.traffic import traffic
+from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce, sync
 from .._train.workers import number_of_workers
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from .alone import Alone
 from .forms import FORMS, Form
-from .gradients import worker_gradients
+from .gradients import in_leaves, worker_gradients
 from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
@@ -60,16 +62,21 @@ class Worker:
         devices = np.array(jax.devices())
         pairs = 2 if job.hosts % 2 == 0 else 1
         self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
-        along = NamedSharding(self._mesh, PartitionSpec(AXES))
-        self._grads = [jax.make_array_from_process_local_data(along, grad) for grad in worker_gradients(job.size, rank)]
+        self._own = worker_gradients(job.size, rank)
+        self._vectors = self._placed(self._own)
         self._meter = Meter(agreement(self._mesh, AXES))
+
+    def _placed(self, trees: list[Any]) -> list[Any]:
+        along = NamedSharding(self._mesh, PartitionSpec(AXES))
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(along, x), trees)
 
     def measure(self, form: Form) -> None:
         """Measures one form at every rate, and reports the figures."""
         job = self._job
+        grads = self._placed([in_leaves(grad) for grad in self._own]) if form.leaves else self._vectors
         tx = form.make(*(AXES if form.levels else (AXES,)), density=job.density)
-        whole = Whole(tx, self._mesh, self._grads, dense_update=form.dense_update)
-        parts = self._parts(tx, dense_update=form.dense_update)
+        whole = Whole(tx, self._mesh, grads, dense_update=form.dense_update)
+        parts = self._parts(form, tx, grads)
         for rate in job.rates:
             ask_for_rate(rate)
             figures = self._meter.measure(whole, job.repeats)
@@ -87,14 +94,17 @@ class Worker:
                 **figures,
             )
 
-    def _parts(self, tx: SparseAllReduce, *, dense_update: bool) -> dict[str, Callable[[], None]]:
-        """Programs without the network: all computation, and accumulation with selection alone."""
+    def _parts(self, form: Form, tx: SparseAllReduce, grads: list[Any]) -> dict[str, Callable[[], None]]:
+        """Programs without the network: all computation, and accumulation with selection alone.
+
+        The second is for one vector.
+        """
         sizes = [number_of_workers(self._mesh, comm.axis) for comm in tx.synchroniser.levels]
         alone = tx.synchroniser.over(*map(Alone, sizes))
-        whole = Whole(SparseAllReduce.of(alone), self._mesh, self._grads, dense_update=dense_update)
+        whole = Whole(SparseAllReduce.of(alone), self._mesh, grads, dense_update=form.dense_update)
         programs: dict[str, Callable[[], None]] = {"computing": whole}
-        if alone.reducer.sparse:
-            programs["selection"] = Selecting(alone, [grad.addressable_data(0) for grad in self._grads])
+        if not form.leaves and isinstance(alone, Composition) and alone.reducer.sparse:
+            programs["selection"] = Selecting(alone, [grad.addressable_data(0) for grad in grads])
         return programs
 
 
@@ -106,7 +116,7 @@ def synchroniser(tx: SparseAllReduce, dense_update: bool) -> Callable[..., Any]:
 
     Args:
       tx: the transformation.
-      dense_update: make the mean dense in any case.
+      dense_update: return the update, which is dense.
     """
 
     def step(grads, state):
@@ -126,9 +136,10 @@ class Whole:
       sparse: whether the mean stays sparse.
     """
 
-    def __init__(self, tx: SparseAllReduce, mesh: Mesh, grads: list[jax.Array], *, dense_update: bool):
+    def __init__(self, tx: SparseAllReduce, mesh: Mesh, grads: list[Any], *, dense_update: bool):
         along, everywhere = PartitionSpec(AXES), PartitionSpec()
-        n = grads[0].shape[0] // mesh.size
+        own = jax.tree.map(lambda x: x.addressable_data(0), grads[0])
+        n = sum(leaf.size for leaf in jax.tree.leaves(own))
         step = jax.shard_map(
             synchroniser(tx, dense_update),
             mesh=mesh,
@@ -136,7 +147,8 @@ class Whole:
             out_specs=(along, everywhere),
             check_vma=False,
         )
-        begin = jax.shard_map(lambda: tx.init(jnp.zeros(n)), mesh=mesh, in_specs=(), out_specs=along, check_vma=False)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), own)
+        begin = jax.shard_map(lambda: tx.init(zeros()), mesh=mesh, in_specs=(), out_specs=along, check_vma=False)
         self._state: Any = jax.jit(begin)()
         run = jax.jit(step, donate_argnums=1)
         self.sends = traffic(run, grads[0], self._state)

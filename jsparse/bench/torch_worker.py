@@ -10,40 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._vector.density import elements_kept
-from .gradients import worker_gradients
+from .gradients import leaves_of, worker_gradients
 from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
-# The rank of PowerSGD's approximation.
-RANK = 4
-# Channels of VGG-16's convolutions.
-VGG16 = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-
-
-def vgg16() -> list[tuple[int, ...]]:
-    """The parameters' shapes of VGG-16 for CIFAR-10, with batch normalisation, in PyTorch's order.
-
-    They have 14,728,266 elements.
-    """
-    shapes: list[tuple[int, ...]] = []
-    channels = 3
-    for width in VGG16:
-        shapes += [(width, channels, 3, 3), (width,), (width,), (width,)]
-        channels = width
-    return [*shapes, (10, 512), (10,)]
-
-
-def leaves_of(size: int) -> list[tuple[int, ...]]:
-    """Shapes of ``size`` elements in all.
-
-    They are VGG-16's where the size is VGG-16's, else a square matrix and a vector of the rest.
-    """
-    shapes = vgg16()
-    if sum(map(math.prod, shapes)) == size:
-        return shapes
-    side = math.isqrt(size)
-    return [(side, side), (size - side * side,)][: 1 + (size > side * side)]
+# The ranks of PowerSGD's approximation.
+RANKS = (4, 32)
 
 
 class Bucket:
@@ -121,9 +94,9 @@ class Peers:
 
         return step
 
-    def power_sgd(self) -> Callable[[], None]:
+    def power_sgd(self, rank: int) -> Callable[[], None]:
         """DDP's PowerSGD hook."""
-        state = self._power.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+        state = self._power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         return lambda: self._power.powerSGD_hook(state, self._bucket).wait()
 
 
@@ -131,7 +104,7 @@ TORCH_FORMS: dict[str, Callable[[Peers], Callable[[], None]]] = {
     "torch all_reduce": Peers.all_reduce,
     "torch float16 hook": Peers.float16_hook,
     "torch topk + all_gather": Peers.top_k,
-    f"torch PowerSGD rank {RANK}": Peers.power_sgd,
+    **{f"torch PowerSGD rank {rank}": functools.partial(Peers.power_sgd, rank=rank) for rank in RANKS},
 }
 
 
