@@ -10,6 +10,7 @@ for four workers, or in a process a host, over the slow links of ``jsparse netwo
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import time
@@ -26,35 +27,12 @@ from examples.models import Transformer
 from jsparse.bench.hosts import counters
 from jsparse.cli import processes
 
+NAMES = ("dense", "diloco", "streaming", "sparseloco")
 EVERY, CONTEXT = 30, 64  # Steps of a round, and bytes of a row.
-# What local_steps is given. Dense has no rounds: it synchronises every step.
-METHODS = {
-    "dense": {},
-    "diloco": {},
-    "streaming": {
-        "sync": jsparse.quantized("data", quantize=jsparse.quantize.Float4(), error_feedback=False),
-        "outer": optax.sgd(0.4, momentum=0.9, nesterov=True),
-        "fragments": 2,
-        "overlap": 2,
-        "merge": 0.5,
-    },
-    "sparseloco": {
-        "sync": jsparse.sparse_allreduce(
-            "data",
-            select=jsparse.select.BlockTopK(64, block=4096),
-            scope="leaf",
-            tiles=64,
-            allreduce=jsparse.allreduce.TopkAllGather(),
-            wire=jsparse.wire.Compact(jsparse.quantize.Codebook(2)),
-            error_feedback=jsparse.ErrorFeedback(decay=0.95),
-        ),
-        "outer": optax.sgd(1.0),
-    },
-}
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", nargs="?", type=pathlib.Path, help="default: this project's documents are the text")
-parser.add_argument("--method", nargs="+", choices=METHODS, default=["diloco"], help="default diloco")
+parser.add_argument("--method", nargs="+", choices=NAMES, default=["diloco"], help="default diloco")
 parser.add_argument("--rounds", type=int, default=20, help="of 30 steps (default 20)")
 parser.add_argument("--rate", type=float, default=1e-2, help="AdamW's, after its warm-up (default 0.01)")
 parser.add_argument("--log", type=pathlib.Path, metavar="FILE", help="write a JSON object a line to it, for each round")
@@ -98,12 +76,32 @@ def share(number):
     return rows(text, begin[:, mine].reshape(EVERY, -1))
 
 
+# Dense synchronises every step. Each of the others makes a round of 30 steps.
+schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, args.rounds * EVERY // 20, args.rounds * EVERY)
+inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+four_bits = jsparse.quantized("data", quantize=jsparse.quantize.Float4(), error_feedback=False)
+sparse = jsparse.sparse_allreduce(
+    "data",
+    select=jsparse.select.BlockTopK(64, block=4096),
+    scope="leaf",
+    tiles=64,
+    allreduce=jsparse.allreduce.TopkAllGather(),
+    wire=jsparse.wire.Compact(jsparse.quantize.Codebook(2)),
+    error_feedback=jsparse.ErrorFeedback(decay=0.95),
+)
+nesterov = optax.sgd(0.4, momentum=0.9, nesterov=True)
+rounds = functools.partial(jsparse.local_steps, loss_fn, inner, mesh, "data", every=EVERY)
+steps = {
+    "dense": jsparse.train_step(loss_fn, optax.chain(jsparse.dense("data"), inner), mesh, "data"),
+    "diloco": rounds(),
+    "streaming": rounds(sync=four_bits, outer=nesterov, fragments=2, overlap=2, merge=0.5),
+    "sparseloco": rounds(sync=sparse, outer=optax.sgd(1.0)),
+}
+
 # All evaluations are on the same rows, which are divided among the workers.
 begin = np.linspace(0, len(valid) - CONTEXT - 1, 256 * mesh.size, dtype=int).reshape(mesh.size, -1)
 tests = [jax.make_array_from_process_local_data(sharding, x) for x in rows(valid, begin[mine].ravel())]
 evaluate = jax.jit(loss_fn)
-first, lines = jax.process_index() == 0, []
-log = args.log.open("w") if first and args.log else None
 
 
 def sent():
@@ -111,25 +109,20 @@ def sent():
     return counters().sent if args.distributed == "env" else 0
 
 
-def train(name):
-    steps = args.rounds * EVERY
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, steps // 20, steps)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-    if name == "dense":
-        step = jsparse.train_step(loss_fn, optax.chain(jsparse.dense("data"), inner), mesh, "data")
-    else:
-        step = jsparse.local_steps(loss_fn, inner, mesh, "data", every=EVERY, **METHODS[name])
+def train_round(name, state, batches):
+    for batch in zip(*batches, strict=True) if name == "dense" else [batches]:
+        state, _ = steps[name](state, batch)
+    return jax.block_until_ready(state)
 
-    def train_round(state, batches):
-        for batch in zip(*batches, strict=True) if name == "dense" else [batches]:
-            state, _ = step(state, batch)
-        return jax.block_until_ready(state)
 
-    train_round(step.init(params), share(0))  # It compiles, and does not count.
-    state, line = step.init(params), {"method": name, "step": 0, "seconds": 0.0, "bytes": 0, "counted": 0}
+first, lines = jax.process_index() == 0, []
+log = args.log.open("w") if first and args.log else None
+for name in args.method:
+    train_round(name, steps[name].init(params), share(0))  # It compiles, and does not count.
+    state, line = steps[name].init(params), {"method": name, "step": 0, "seconds": 0.0, "bytes": 0, "counted": 0}
     for number in range(args.rounds):
         batches, before, start = share(number), sent(), time.perf_counter()
-        state = train_round(state, batches)
+        state = train_round(name, state, batches)
         line["seconds"] += time.perf_counter() - start
         line["counted"] += sent() - before
         line["step"] += EVERY
@@ -137,17 +130,11 @@ def train(name):
         line["bytes"] += 4 * words * (EVERY if name == "dense" else 1)
         line["loss"] = float(evaluate(state.params, tests))
         lines.append(dict(line))
+        told = "{method}, step {step}: loss {loss:.3f}, {seconds:.1f} s, a worker sent {bytes:,} bytes"
+        told += "; its interface counted {counted:,}" if args.distributed == "env" else ""
         if first:
-            text = "{method}, step {step}: loss {loss:.3f}, {seconds:.1f} s, a worker sent {bytes:,} bytes"
-            text += "; its interface counted {counted:,}" if args.distributed == "env" else ""
-            print(text.format(**line), flush=True)
+            print(told.format(**line), flush=True)
         if log:
             print(json.dumps(line), file=log, flush=True)
-
-
-for name in args.method:
-    train(name)
-if log:
-    log.close()
 if first and args.plot:
     report.plot_rounds(lines, args.plot)

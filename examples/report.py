@@ -104,7 +104,8 @@ def plot_rounds(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
         loss = [line["loss"] for line in run]
         clock.plot([line["seconds"] for line in run], loss, label=method)
         sent.plot([line["bytes"] for line in run], loss)
-    clock.set(xlabel="seconds of training", ylabel="validation loss, nats a byte", xscale="log")
+    top = 2 * min(line["loss"] for line in lines)  # So that a bad beginning does not flatten the rest.
+    clock.set(xlabel="seconds of training", ylabel="validation loss, nats a byte", xscale="log", ylim=(None, top))
     sent.set(xlabel="bytes sent by a worker", xscale="log")
     clock.legend()
     for axes in (clock, sent):
