@@ -34,7 +34,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("directory", nargs="?", type=pathlib.Path, help="default: this project's documents are the text")
 parser.add_argument("--method", nargs="+", choices=NAMES, default=["diloco"], help="default diloco")
 parser.add_argument("--rounds", type=int, default=20, help="of 30 steps (default 20)")
-parser.add_argument("--rate", type=float, default=1e-2, help="AdamW's, after its warm-up (default 0.01)")
+parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's, after its warm-up (default 0.003)")
 parser.add_argument("--log", type=pathlib.Path, metavar="FILE", help="write a JSON object a line to it, for each round")
 parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the runs to this image file")
 processes.add_arguments(parser)
