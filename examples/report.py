@@ -1,4 +1,4 @@
-"""Shows training runs: a comparison as a table and a plot, and one run's metrics as a plot."""
+"""Shows training runs: a comparison as a table and a plot, and metrics and rounds as plots."""
 
 import pathlib
 from typing import Any
@@ -93,4 +93,22 @@ def plot_metrics(lines: list[dict[str, float]], path: pathlib.Path) -> None:
     for axes in all_axes[-1]:
         axes.set(xlabel="step")
     figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def plot_rounds(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws the validation loss of each method by the clock and by bytes sent."""
+    figure, (clock, sent) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    for method in dict.fromkeys(line["method"] for line in lines):
+        run = [line for line in lines if line["method"] == method]
+        loss = [line["loss"] for line in run]
+        clock.plot([line["seconds"] for line in run], loss, label=method)
+        sent.plot([line["bytes"] for line in run], loss)
+    top = 2 * min(line["loss"] for line in lines)  # So that a bad beginning does not flatten the rest.
+    clock.set(xlabel="seconds of training", ylabel="validation loss, nats a byte", xscale="log", ylim=(None, top))
+    sent.set(xlabel="bytes sent by a worker", xscale="log")
+    clock.legend()
+    for axes in (clock, sent):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
     plt.close(figure)

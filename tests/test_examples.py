@@ -137,6 +137,24 @@ def test_example_7_metrics(tmp_path):
         np.testing.assert_allclose([value for _, _, value in written], [x for line in lines for x in line.values()])
 
 
+@pytest.mark.full
+def test_example_8_local_steps(tmp_path):
+    """A round sends what a step of dense sends, or less; the log has what is printed."""
+    plot, methods = tmp_path / "x.png", ("dense", "diloco", "streaming", "sparseloco")
+    options = ["--rounds", 3, "--log", tmp_path / "x.jsonl", "--plot", plot]
+    losses = figures_of("8_local_steps", "loss", "--method", *methods, *options)
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [round(line["loss"], 3) for line in lines] == losses
+    assert [(line["method"], line["step"]) for line in lines] == [(name, 30 * i) for name in methods for i in (1, 2, 3)]
+    dense, diloco, streaming, sparseloco = ([line["bytes"] for line in lines[i : i + 3]] for i in (0, 3, 6, 9))
+    assert dense == [30 * sent for sent in diloco]
+    assert all(sent < diloco[-1] / 4 for sent in streaming)
+    assert 0 < sparseloco[-1] < streaming[-1] / 4
+    assert losses[2] < losses[0]
+    assert losses[5] < losses[3]
+
+
 def scalars(data: bytes):
     """The name, step and value of each scalar in one of TensorBoard's files.
 
