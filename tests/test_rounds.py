@@ -232,7 +232,7 @@ def in_order(waiting: np.ndarray, sync: Any) -> np.ndarray:
     return waiting[:, np.argsort(order)]
 
 
-# What a synchronisation may lose of an element in a round, over the largest.
+# What a synchronisation may lose of an element in a round, over the workers' magnitudes.
 LOSES: dict[str, Any] = {
     "dense": (None, 0.0),
     "oktopk": (sparse("oktopk"), 0.0),
@@ -241,7 +241,8 @@ LOSES: dict[str, Any] = {
     "gtopk": (sparse("gtopk"), 0.0),
     "ssar_recursive_doubling": (sparse("ssar_recursive_doubling"), 0.0),
     "sparseloco": (RECIPES["sparseloco"].options["sync"], 1e-6),
-    "float4": (RECIPES["streaming"].options["sync"], 1.0),
+    # A third of each, and then a third of the sum, which may be 4/3 of what it was.
+    "float4": (RECIPES["streaming"].options["sync"], 1 / 3 + 4 / 9),
     "float4-feedback": (jsparse.quantized(AXIS, quantize=jsparse.quantize.Float4(bucket=32)), 1e-6),
 }
 
@@ -263,7 +264,8 @@ def test_nothing_that_workers_moved_is_lost(name: str):
         kept = in_order(waiting.reshape(SIZE, -1), sync) if waiting.size else np.zeros((SIZE, 40))
         told = SIZE * (before - np.asarray(state.params["w"]).reshape(-1))
         lost = np.abs(told + kept.sum(0) / decay - acc.sum(0))
-        assert (lost <= loses * np.abs(acc).max()).all()
+        # In four bits, values below 1/128 of the largest may become zero, and so may their sums.
+        assert (lost <= loses * (np.abs(acc).sum(0) + np.abs(acc).max() / 12)).all()
     assert kept.any() == (name not in ("dense", "float4", "oktopk-all"))
 
 
