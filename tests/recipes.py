@@ -1,6 +1,7 @@
 """Rounds of local steps by hand, as their papers write them, and the table of recipes."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -299,7 +300,8 @@ class ByHand:
         weights = np.minimum(self.since[:, f], 1) if self.weights == "workers" else self.since[:, f]
         if not weights.sum():
             return None
-        factors = weights * SIZE / weights.sum()
+        # A mean over those that sent an element needs no factor.
+        factors = weights * (1 if getattr(self.sync[f], "over", "") == "contributors" else SIZE / weights.sum())
         return [{name: w * x for name, x in tree.items()} for w, tree in zip(factors, moved, strict=True)]
 
     def arrive(self, f: int, means: list[Tree]) -> None:
@@ -327,18 +329,21 @@ class ByHand:
         losses, self.taken = np.full((EVERY, SIZE), np.nan), np.zeros(SIZE, int)
         for f in range(self.count):
             begin, end = EVERY * f // self.count, EVERY * (f + 1) // self.count
-            own = [s * (f + 1) // self.count - s * f // self.count for s in self.steps]
-            late = [min(n, self.overlap) for n in own]
+            # A worker has taken its share of the steps at each time, and a step that is begun.
+            early, late = (
+                [math.ceil(s * b / EVERY) - math.ceil(s * a / EVERY) for s in self.steps]
+                for a, b in ((begin, end - self.overlap), (end - self.overlap, end))
+            )
             for i in range(SIZE):
-                for number in range(begin, begin + own[i] - late[i]):
+                for number in range(begin, begin + early[i]):
                     self.step(i, number, batch, losses)
             moved = self.outer_gradients(f)
             if self.eager:
                 # The mean of the round before, in which a worker's own share is replaced.
-                mean = self.sync[f](self.last[f], state.sync[f])
-                pairs = list(zip(moved, self.last[f], strict=True))
+                mean, before = self.sync[f](self.last[f], state.sync[f]), self.last[f]
+                self.last[f] = self.weighted(f, moved) or [{name: 0 * x for name, x in moved[0].items()}] * SIZE
+                pairs = list(zip(self.last[f], before, strict=True))
                 means = [{name: mean[name] + (new[name] - old[name]) / SIZE for name in mean} for new, old in pairs]
-                self.last[f] = self.weighted(f, moved) or self.last[f]
             else:
                 sent = self.weighted(f, moved)
                 means = [] if sent is None else [self.sync[f](sent, state.sync[f])] * SIZE
@@ -348,6 +353,8 @@ class ByHand:
                     self.step(i, number, batch, losses)
             self.arrive(f, means)
             self.merged(f)
+            if self.merge == 0:
+                self.since[:, f] = 0  # The steps since it was sent are discarded.
         self.number += 1
         return losses
 
@@ -421,6 +428,7 @@ FORMS = {
     "merged": in_layers(overlap=1, merge=0.5),
     "merged-unlike": in_layers(overlap=1, merge=0.25, steps=(5, 4, 2, 1), weights="steps"),
     "eager-layers": in_layers(eager=True),
+    "eager-weighted": both(**UNLIKE, weights="steps", eager=True),
 }
 # The methods that docs/local_steps.md has.
 RECIPES = {

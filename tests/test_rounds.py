@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec as P
 import jsparse
 import oracles
 import transports
+from jsparse._train.fragments import Fragments
 from recipes import DENSITY, EVERY, FORMS, RECIPES, SIZE, ByHand, Recipe, batches, loss_fn, params, poisoned
 from tiers import quick
 from transports import AXIS
 
 INNER = optax.adam(1e-2)
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def local_steps(mesh: Mesh | None = None, loss_fn=loss_fn, **options) -> jsparse.LocalSteps:
@@ -73,27 +75,118 @@ def test_steps_that_are_not_finite_are_skipped_on_their_worker(form: str):
     spoilt = [(1, 2, 0), *((1, step, 2) for step in range(EVERY))]
     state = check_by_hand({}, recipe, spoilt)
     taken = recipe.hand.get("steps", (EVERY,) * SIZE)
-    skipped = np.array([1, 0, taken[2], 0])
-    np.testing.assert_array_equal(state.opt_state.counts.inner.skipped, skipped)
+    skipped = 1 + taken[2]
     figures = jsparse.metrics(state)
-    assert figures["jsparse/skipped_local_steps"] == skipped.sum()
+    assert figures["jsparse/skipped_local_steps"] == skipped
     assert figures["jsparse/local_steps"] == np.mean(state.opt_state.counts.inner.taken)
 
 
-def test_a_round_without_a_finite_step_is_none():
-    """Parameters, outer momentum and residual stay, bit for bit; the next round goes on."""
-    step = local_steps(sync=jsparse.topk_allgather(AXIS, density=0.2))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync": jsparse.topk_allgather(AXIS, density=0.2)},
+        pytest.param({"sync": optax.chain(jsparse.dense(AXIS), optax.trace(0.9))}, marks=pytest.mark.full),
+        pytest.param(
+            {"sync": optax.chain(jsparse.per_worker(optax.trace(0.9)), jsparse.oktopk(AXIS, density=0.2))},
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"overlap": 2}, marks=pytest.mark.full),
+    ],
+    ids=["topk_allgather", "trace after", "trace before", "overlap"],
+)
+def test_a_round_without_a_finite_step_is_none(options: dict[str, Any]):
+    """Parameters, momentum and residual stay, bit for bit; the next round goes on."""
+
+    def what_stays(state):
+        kept = state.opt_state.sync, state.opt_state.outer
+        ours = jsparse.SparseAllReduceState
+        kept = jax.tree.map(
+            lambda x: x.buckets if isinstance(x, ours) else x, kept, is_leaf=lambda x: isinstance(x, ours)
+        )
+        return jax.tree.map(np.asarray, (state.params, kept))
+
+    step = local_steps(**options)
     state, _ = train(step, 2)
-    before = jax.tree.map(np.asarray, (state.params, state.opt_state.outer, state.opt_state.sync[0].buckets))
+    before = what_stays(state)
     spoilt = poisoned(*((7, step, worker) for step in range(EVERY) for worker in range(SIZE)))
     state, losses = step(state, spoilt(7))
-    after = (state.params, state.opt_state.outer, state.opt_state.sync[0].buckets)
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    jax.tree.map(np.testing.assert_array_equal, before, what_stays(state))
     assert np.isnan(losses).all()
-    np.testing.assert_array_equal(jsparse.stats(state.opt_state).skipped, 1)
+    assert not jsparse.residual(state.opt_state).size or (jsparse.stats(state.opt_state).skipped == 1).all()
     state, losses = step(state, batches(8))
     assert np.isfinite(losses).all()
     assert not np.array_equal(state.params["in"], before[0]["in"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["workers", "steps"])
+def test_eager_workers_stay_together(weights: str):
+    """They differ by the share of one round, however many rounds there were, and what is left
+    out of one round is not left out for ever.
+    """
+    options = {"inner": optax.sgd(1.0), "outer": optax.sgd(1.0), "eager": True, "weights": weights}
+    step = local_steps(loss_fn=integer_loss, steps=(5, 3, 1, 0), **options)
+    spreads, state = [], step.init({"w": np.zeros((5, 8), np.float32)})
+    for seed in range(12):
+        state, _ = step(state, integers(0 if seed % 4 else 1))
+        spreads.append(np.ptp(np.asarray(state.params["w"]), axis=0).max())
+    assert spreads[-1] == pytest.approx(spreads[3], rel=1e-5)
+    assert spreads[-1] > 0
+
+
+@pytest.mark.full
+def test_every_worker_takes_its_steps():
+    """However they fall on fragments, and on the time of a message."""
+    steps = np.array([8, 7, 5, 1])
+
+    def in_jax(params):
+        return jax.tree.map(jnp.asarray, each_alone(params))
+
+    for options in (
+        {"fragments": in_jax},
+        {"fragments": 2, "overlap": 3},
+        {"fragments": 3, "overlap": 2, "merge": 0.5},
+    ):
+        step = local_steps(every=8, steps=steps, **options)
+        state, _ = step(step.init(params()), batches(0, 8))
+        np.testing.assert_array_equal(state.opt_state.counts.inner.taken, steps)
+
+
+def test_fragments_are_of_like_size():
+    """None is empty, wherever the large leaves are."""
+    for sizes in ((16, 16, 16, 400), (400, 16, 16, 4), (1, 1, 1), (0, 9, 0), (5,) * 12):
+        for count in (1, 2, 3):
+            dealt = Fragments.of(count)._dealt(list(sizes))
+            assert sorted(set(dealt)) == list(range(count))
+            assert list(dealt) == sorted(dealt)
+    np.testing.assert_array_equal(Fragments.of(3)._dealt([5] * 12), np.repeat([0, 1, 2], 4))
+    np.testing.assert_array_equal(Fragments.of(2)._dealt([38, *[1] * 85]), [0] + [0] * 23 + [1] * 62)
+
+
+@pytest.mark.full
+def test_a_step_that_overflows_is_skipped():
+    """Its gradient is finite, and so is its update, but not the parameters after it."""
+    options = {"inner": optax.sgd(1.0), "outer": optax.sgd(1e-30), "merge": 0.5, "overlap": 1}
+    step = local_steps(loss_fn=integer_loss, **options)
+    state = step.init({"w": np.zeros((5, 8), np.float32)})
+    batch = integers(0)[0]
+    batch[:2, 0] = 3e38
+    state, _ = step(state, (batch,))
+    assert jsparse.metrics(state)["jsparse/skipped_local_steps"] == 1
+    for seed in range(2):
+        before = np.asarray(state.params["w"])
+        state, _ = step(state, integers(seed))
+        assert np.isfinite(state.params["w"]).all()
+        assert not np.array_equal(state.params["w"], before)
+
+
+@pytest.mark.full
+def test_optimizers_that_branch():
+    """Inside and outside: their types are alike in all branches."""
+    plateau = optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
+    twice = optax.MultiSteps(INNER, 2).gradient_transformation()
+    _, told = train(local_steps(inner=twice, outer=optax.chain(OUTER, plateau)), 4)
+    assert np.mean(told[-1]) < np.mean(told[0])
 
 
 def examples(seed: int = 0):
@@ -178,6 +271,13 @@ def test_models_in_shards(form: str, checked: bool):
     assert slow.bytes <= 4 * (n / 4 + 2 * 2 + 2 * EVERY) + 8
 
 
+CONTRIBUTORS = RECIPES["sparseloco-contributors"].options["sync"]
+
+
+def each_alone(params):
+    return {"in": 0, "layers": np.array([1, 2, 3]), "out": 4}
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no steps": ({"every": 0}, "at least one step"),
     "fewer steps than fragments": ({"fragments": 6}, "at least one step for each fragment"),
@@ -202,6 +302,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "batches of another number": ({"every": 4}, "a round has 4 steps"),
     "examples that can't be divided": ({"micro_batches": 5}, "second axis"),
     "no key": ({"with_key": True}, "if and only if"),
+    "one number of steps": ({"steps": 4}, "for each worker"),
+    "nothing but overlap": ({"overlap": 5}, "merge above 0"),
+    "more fragments than leaves": ({"fragments": 4}, "there are 3 leaves"),
+    "eager without a common mean": ({"eager": True, "sync": jsparse.a2sgd(AXIS)}, "different means"),
+    "eager contributors": ({"eager": True, "sync": CONTRIBUTORS}, "take mean="),
+    "weighted contributors": ({"weights": "steps", "sync": CONTRIBUTORS}, "take mean="),
 }
 
 
@@ -267,6 +373,16 @@ def test_nothing_that_workers_moved_is_lost(name: str):
         # In four bits, values below 1/128 of the largest may become zero, and so may their sums.
         assert (lost <= loses * (np.abs(acc).sum(0) + np.abs(acc).max() / 12)).all()
     assert kept.any() == (name not in ("dense", "float4", "oktopk-all"))
+
+
+def test_a_state_of_another_form_is_refused():
+    state = local_steps().init(params())
+    for options in ({"fragments": 2}, {"overlap": 1}):
+        with pytest.raises(ValueError, match="begin a new state"):
+            local_steps(**options)(state, batches())
+    step = local_steps(every=4, fragments=each_alone)
+    with pytest.raises(ValueError, match="each of 5 fragments"):
+        step(step.init(params()), batches(0, 4))
 
 
 # Every synchronisation of this library may stand in a round. Its own contract is tested in the

@@ -63,12 +63,10 @@ class Fragments:
         """For each leaf the number of its fragment, shape ``()``, or one for each row."""
         if self.fragment_of is None:
             leaves, form = jax.tree.flatten(tree)
-            sizes = np.array([leaf.size for leaf in leaves])
-            middles = np.cumsum(sizes) - sizes / 2
-            numbers = np.minimum(self.count * middles / max(sizes.sum(), 1), self.count - 1).astype(int)
-            return jax.tree.unflatten(form, [np.asarray(number) for number in numbers])
+            return jax.tree.unflatten(form, list(map(np.asarray, self._dealt([leaf.size for leaf in leaves]))))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        told = self.fragment_of(shapes)
+        with jax.ensure_compile_time_eval():
+            told = self.fragment_of(shapes)
 
         def checked(path, x, told):
             numbers = np.asarray(told)
@@ -82,6 +80,22 @@ class Fragments:
             return numbers
 
         return jax.tree_util.tree_map_with_path(checked, tree, told)
+
+    def _dealt(self, sizes: list[int]) -> np.ndarray:
+        """The number of each leaf's fragment: each begins where the parameters are best divided,
+        and has a leaf at least.
+        """
+        if self.count > len(sizes):
+            raise ValueError(
+                f"fragments is {self.count}, and there are {len(sizes)} leaves: choose at most so many, or pass a "
+                "function that numbers the rows of leaves that stack layers"
+            )
+        ends = np.cumsum([0, *sizes])
+        begins = [0]
+        for f in range(1, self.count):
+            best = int(np.argmin(np.abs(ends - f * ends[-1] / self.count)))
+            begins.append(min(max(best, begins[-1] + 1), len(sizes) - self.count + f))
+        return np.searchsorted(begins, np.arange(len(sizes)), side="right") - 1
 
 
 def _taken(x: Any, numbers: np.ndarray, f: int) -> Any:

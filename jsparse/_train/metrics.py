@@ -68,8 +68,8 @@ def metrics(opt_state: Any, updates: Any = None) -> dict[str, jax.Array]:
     """
     states = find(opt_state)
     check_not_donated(updates)
-    counts = [local.counts.inner for local in states_in(opt_state, LocalState)]
-    return _summarised(reader(_read, states), states, updates, counts)
+    rounds = [(local.counts.inner, local.skipped) for local in states_in(opt_state, LocalState)]
+    return _summarised(reader(_read, states), states, updates, rounds)
 
 
 class _Figures(NamedTuple):
@@ -115,7 +115,7 @@ def _summarised(
     read: Callable[[Sequence[SparseAllReduceState]], _Figures],
     states: Sequence[SparseAllReduceState],
     updates: Any,
-    counts: Sequence[Counts],
+    rounds: Sequence[tuple[Counts, jax.Array]],
 ) -> dict[str, jax.Array]:
     told, shards, squares, magnitudes = read(states)
 
@@ -136,9 +136,9 @@ def _summarised(
         "delivered": of_worker(told.delivered),
         "residual_norm": jnp.sqrt(of_worker(squares)),
     }
-    for count in counts:
-        found["local_steps"] = _mean(count.taken)
-        found["skipped_local_steps"] = jnp.sum(count.skipped)
+    for counts, skipped in rounds:
+        found["local_steps"] = _mean(counts.taken)
+        found["skipped_local_steps"] = jnp.max(skipped)
     if updates is not None:
         leaves = [jnp.asarray(to_dense(leaf), jnp.float32) for leaf in flatten(updates)[0]]
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.float32(0)))

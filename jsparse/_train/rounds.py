@@ -12,9 +12,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from kernels_pallas import varying_axes
+
 from .._comm.comm import AxisComm, Comm
+from .._engine.mean import over_contributors
 from .._engine.shards import place_as_params
-from .._engine.state import states_in
+from .._engine.state import SparseAllReduceState, states_in
+from .._engine.transform import SparseAllReduce
 from .._presets.dense import dense
 from .._vector.arguments import check_kind
 from .fragments import FragmentOf, Fragments
@@ -31,13 +35,11 @@ class Counts(NamedTuple):
 
     Attributes:
       taken: shape ``(1,)``: inner steps that it took in the last round.
-      skipped: shape ``(1,)``: inner steps so far that were not finite, and that it did not take.
       since: shape ``(fragments,)``: steps that it took since it last told what it moved of each
         fragment.
     """
 
     taken: jax.Array
-    skipped: jax.Array
     since: jax.Array
 
 
@@ -45,13 +47,11 @@ class Outgoing(NamedTuple):
     """What a worker tells the others of a fragment.
 
     Attributes:
-      moved: its outer gradient.
-      steps: int32, shape ``(1,)``: the steps in which it moved so.
-      loss: float32, shape ``(1,)``: the mean loss of the steps of the round until then.
+      moved: its outer gradient, so scaled that the plain mean over workers is the weighted one.
+      loss: float32, shape ``(1,)``: the weighted mean loss, alike on all workers.
     """
 
     moved: Any
-    steps: jax.Array
     loss: jax.Array
 
 
@@ -61,6 +61,7 @@ class LocalState(NamedTuple):
     Attributes:
       inner: the inner optimizer's state, each worker's own.
       counts: what each worker did, :class:`Counts`.
+      skipped: int32 scalar: inner steps of all workers so far that were not finite.
       workers: each worker's own parameters; None if a round ends with the same ones everywhere.
       sync: the state of the synchronisation, for each fragment.
       outer: the outer optimizer's state, for each fragment.
@@ -70,6 +71,7 @@ class LocalState(NamedTuple):
 
     inner: PerWorkerState
     counts: PerWorkerState
+    skipped: jax.Array
     workers: PerWorkerState | None
     sync: tuple[Any, ...]
     outer: tuple[Any, ...]
@@ -116,9 +118,10 @@ def local_steps(
     these over the workers, and ``outer`` takes a step with the mean as its gradient. Its result is
     set on all workers, so that replicas agree to the bit, and the next round begins with it.
 
-    A step whose gradient or update is not finite is skipped on that worker alone. A worker
-    without a finite step contributes nothing to the mean. If there is no such step on any worker,
-    or the mean is not finite, parameters and the outer optimizer stay as they were.
+    A step is skipped on that worker alone if its gradient, or what it makes of the parameters or
+    the model state, is not finite. A worker without a finite step contributes nothing to the mean.
+    If there is no such step on any worker, or the mean is not finite, ``sync``, the outer
+    optimizer and what they change stay as they were.
 
     Args:
       loss_fn: a worker's loss, as for :func:`train_step`.
@@ -131,25 +134,26 @@ def local_steps(
       sync: what averages outer gradients: a preset, or a chain that holds one. The default is
         ``jsparse.dense(axis)``.
       steps: the number of steps that each worker takes, one for each of the P workers, from 0 to
-        ``every``, where workers are not equally fast. A worker uses the first of its batches; with
-        fragments, the first of those between one and the next. Of a sharded model all workers
-        compute ``every`` steps, and discard those that are too many. Not for MPI.
+        ``every``, where workers are not equally fast. They are spread evenly over fragments, and
+        over the time before and while a message is under way. There a worker uses the first
+        batches. Of a sharded model all workers compute ``every`` steps, and discard those that are
+        too many. Not for MPI.
       weights: how outer gradients are weighted: ``"workers"`` alike, ``"steps"`` by the finite
-        steps that a worker took.
+        steps that a worker took. The latter is not for ``mean="contributors"``.
       fragments: into how many parts the parameters are divided, of which one after the other is
         synchronised, evenly spread over a round. So a round sends as much, and at most a part at a
-        time. A number divides the leaves, in their order, into parts of about equal size. A
+        time. A number divides the leaves, in their order, into as many parts of like size. A
         function of the parameters returns a tree of their form with each leaf's part, from 0; or,
         for a leaf that stacks layers along its leading axis, a part for each layer.
       overlap: τ, how many inner steps are taken between the beginning of a synchronisation and the
         use of its result, so that the network and the computation work at the same time.
       merge: α, how much a worker keeps of its own parameters when a result arrives: they become
-        ``α own + (1 - α) new``.
+        ``α own + (1 - α) new``. With 0, the steps that it took meanwhile are discarded.
       eager: whether a mean is used a whole round late, so that its message has a round's time. A
-        worker's own share of it is replaced by the fresh one. Each worker then has parameters and
-        an outer optimizer of its own: leaves of ``params`` have a leading axis of P, and
-        :func:`jsparse.sync_params` averages them at the end. It excludes ``overlap`` and
-        ``merge``.
+        worker's own share of it is replaced by the fresh one, with the weight that it has now.
+        Each worker then has parameters and an outer optimizer of its own: leaves of ``params``
+        have a leading axis of P, and :func:`jsparse.sync_params` averages them at the end. It
+        excludes ``overlap``, ``merge`` and ``mean="contributors"``.
       has_aux, micro_batches, with_key, with_extra: as for :func:`train_step`.
       model_state: as for :func:`train_step`; ``"mean"`` averages at the end of a round.
       param_specs, batch_spec: as for :func:`train_step`. ``batch_spec`` is for the batch of one
@@ -186,12 +190,19 @@ def local_steps(
     parts = Fragments.of(fragments)
     if every < 1 or (isinstance(fragments, int) and every < fragments):
         raise ValueError(f"every is {every}; a round has at least one step for each fragment")
-    for number in steps or ():
+    if steps is not None and np.ndim(steps) != 1:
+        raise ValueError(f"steps is {steps!r}; give a number of steps for each worker, such as (30, 30, 20)")
+    for number in () if steps is None else steps:
         check_kind("steps", number, int)
         if not 0 <= number <= every:
             raise ValueError(f"steps is {steps}; a worker takes from 0 to {every} steps in a round")
     if overlap < 0:
         raise ValueError(f"overlap is {overlap}; it is a number of inner steps, at least 0")
+    if overlap >= every and not merge:
+        raise ValueError(
+            f"overlap is {overlap}, and a round has {every} steps, of which without merge those that overlap are "
+            "discarded: choose a smaller overlap, or a merge above 0"
+        )
     if eager and (overlap or merge):
         raise ValueError("eager updates come a whole round late: leave overlap and merge out, or eager")
     workers = placed_workers(mesh, axis, check_vma, param_specs, batch_spec, batch_axis=1)
@@ -201,6 +212,13 @@ def local_steps(
             "ways: leave steps out, or use a mesh over jax.distributed"
         )
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    by_senders = isinstance(sync, SparseAllReduce) and getattr(sync.synchroniser, "mean", None) is over_contributors
+    if by_senders and (eager or weights == "steps"):
+        raise ValueError(
+            'mean="contributors" divides each element by the number of workers that sent it, and '
+            + ("eager updates replace" if eager else 'weights="steps" changes')
+            + ' a worker\'s share of a mean over all workers: take mean="workers"'
+        )
     tx = _Rounds(
         inner=per_worker(inner),
         sync=optax.with_extra_args_support(dense(workers.comm) if sync is None else sync),
@@ -208,6 +226,8 @@ def local_steps(
         fragments=parts,
         differ=fragments != 1 or overlap > 0 or merge > 0,
         eager=eager,
+        by_senders=by_senders,
+        comm=workers.comm,
     )
     loss = Loss(loss_fn, has_aux, model_state is not None, with_key, with_extra)
     return LocalSteps(
@@ -219,7 +239,7 @@ def local_steps(
             model_state,
             tx,
             every,
-            None if steps is None else tuple(steps),
+            None if steps is None else tuple(map(int, steps)),
             weights,
             overlap,
             merge,
@@ -238,6 +258,8 @@ class _Rounds:
       fragments: the parts of the parameters.
       differ: whether workers keep parameters of their own from round to round.
       eager: whether a mean is used a round late.
+      by_senders: whether the mean of an element is over the workers that sent it.
+      comm: the workers' network.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -246,6 +268,8 @@ class _Rounds:
     fragments: Fragments
     differ: bool
     eager: bool
+    by_senders: bool
+    comm: Comm
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -268,14 +292,21 @@ class _Rounds:
                 "jsparse.oktopk(axis, density=0.01), or a chain that holds one"
             )
         none = jnp.zeros(1, jnp.int32)
-        counts = Counts(none, none, jnp.zeros(len(parts), jnp.int32))
+        counts = Counts(none, jnp.zeros(len(parts), jnp.int32))
         own = PerWorkerState(as_parts(params)) if self.differ else None
         pending = None
         if self.eager:
             moved = [as_parts(jax.tree.map(jnp.zeros_like, part)) for part in parts]
-            pending = tuple(PerWorkerState(Outgoing(part, none, none.astype(jnp.float32))) for part in moved)
+            # No loss is known yet.
+            pending = tuple(PerWorkerState(Outgoing(part, jnp.full(1, jnp.inf, jnp.float32))) for part in moved)
         return LocalState(
-            cast(PerWorkerState, inner), PerWorkerState(counts), own, sync, tuple(map(self.outer.init, parts)), pending
+            cast(PerWorkerState, inner),
+            PerWorkerState(counts),
+            jnp.zeros((), jnp.int32),
+            own,
+            sync,
+            tuple(map(self.outer.init, parts)),
+            pending,
         )
 
     def update(self, grads: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
@@ -288,12 +319,32 @@ class _Rounds:
         parts = self.fragments.split(moved), self.fragments.split(params), state.sync, state.outer
         total, sync, outer = jax.tree.map(jnp.zeros_like, params), [], []
         for f, (moved, part, before, kept) in enumerate(zip(*parts, strict=True)):
-            average, after = self.sync.update(moved, before, part, **extra)
+            average, after = self.averaged(moved, before, part, **extra)
+            axes = np.ravel(getattr(self.comm, "axis", ()))
+            if self.eager and any(varying_axes(leaf) & {*axes} for leaf in jax.tree.leaves(average)):
+                raise ValueError(
+                    "sync leaves workers different means: pass an all-reduce over all of axis, and not jsparse.a2sgd"
+                )
             update, kept = self.outer_update(average, kept, part, **extra)
             total = self.fragments.put(total, f, update)
             sync.append(after)
             outer.append(kept)
         return total, state._replace(inner=inner, sync=tuple(sync), outer=tuple(outer))
+
+    def averaged(self, moved: Any, sync: Any, anchor: Any, **extra: Any) -> tuple[Any, Any]:
+        """The mean of what workers moved, and the state of the synchronisation.
+
+        If the mean is not finite, this library's states undo it themselves, and count it. Other
+        states in the chain are as before.
+        """
+        average, after = self.sync.update(moved, sync, anchor, **extra)
+        finite = _finite(average)
+
+        def kept(after, before):
+            return after if isinstance(after, SparseAllReduceState) else jnp.where(finite, after, before)
+
+        undone = jax.tree.map(kept, after, sync, is_leaf=lambda x: isinstance(x, SparseAllReduceState))
+        return average, undone
 
     def outer_update(self, average: Any, outer: Any, anchor: Any, **extra: Any) -> tuple[Any, Any]:
         """The update of the outer optimizer, and its state.
@@ -366,41 +417,41 @@ class _Round(Body):
 
         fragments, sync, outer = self.rounds.fragments, list(opt.sync), list(opt.outer)
         pending = None if opt.pending is None else list(opt.pending)
-        for f, part in enumerate(fragments.split(anchor)):
-            before, after = self.stretches(f, len(sync))
+        parts = fragments.split(anchor)
+        self.check_state(opt, len(parts))
+        for f, part in enumerate(parts):
+            before, after = self.stretches(f, len(parts))
             if pending is None:
                 carry = self.run_steps(step, before, carry)
-                sent = self.outgoing(f, part, carry)
+                carry, sent = self.outgoing(f, part, carry)
             else:
                 sent = pending[f].inner
                 sent = sent._replace(moved=from_parts(sent.moved, part))
-            moved, loss = self.weighted(sent)
-            average, sync[f] = self.rounds.sync.update(moved, sync[f], part, value=loss)
-            # The steps that follow overlap with this message, not with the short one before it.
-            since, loss = lax.optimization_barrier((carry.counts.since, loss))
-            carry = carry._replace(counts=carry.counts._replace(since=since))
+            average, sync[f] = self.rounds.averaged(sent.moved, sync[f], part, value=sent.loss[0])
             if pending is not None:
                 carry = self.run_steps(step, before, carry)
-                fresh = self.outgoing(f, part, carry)
+                carry, fresh = self.outgoing(f, part, carry)
                 pending[f] = PerWorkerState(fresh._replace(moved=as_parts(fresh.moved)))
                 replace = functools.partial(_with_fresh_share, comm.size)
-                average = jax.tree.map(replace, comm.varying(average), fresh.moved, moved)
-            carry = carry._replace(counts=carry.counts._replace(since=carry.counts.since.at[f].set(0)))
-            updates, outer[f] = self.rounds.outer_update(average, outer[f], part, value=loss)
+                average = jax.tree.map(replace, comm.varying(average), fresh.moved, sent.moved)
+            updates, outer[f] = self.rounds.outer_update(average, outer[f], part, value=sent.loss[0])
             new = optax.apply_updates(part, updates)
             anchor = fragments.put(anchor, f, new)
             carry = self.run_steps(step, after, carry)
             # XLA would merge this message with the report, which waits for these steps.
             took, _ = lax.optimization_barrier((carry.took, average))
             carry = carry._replace(took=took)
+            if self.merge == 0:  # These steps are discarded.
+                carry = self.counted_from_here(f, carry)
             mine = jax.tree.map(self.merged, fragments.take(carry.params, f), comm.varying(new))
             carry = carry._replace(params=fragments.put(carry.params, f, mine))
 
-        report, kept = self.told(carry)
+        report, kept, skipped = self.told(carry)
         params, kept = self.change_own(functools.partial(with_axis, comm), anchor, kept)
         opt = LocalState(
             inner=carry.inner,
             counts=PerWorkerState(carry.counts),
+            skipped=opt.skipped + skipped,
             workers=PerWorkerState(as_parts(carry.params)) if self.rounds.differ else None,
             sync=tuple(sync),
             outer=tuple(outer),
@@ -408,11 +459,40 @@ class _Round(Body):
         )
         return TrainState(params, opt, kept), report
 
-    def outgoing(self, f: int, anchor: Any, carry: _Carry) -> Outgoing:
-        """What a worker tells of a fragment."""
+    def check_state(self, opt: LocalState, fragments: int) -> None:
+        """Refuses a state of a round with other fragments, or of another form."""
+        if fragments > self.every:
+            raise ValueError(f"every is {self.every}; a round has at least one step for each of {fragments} fragments")
+        had = (len(opt.sync), opt.workers is not None, opt.pending is not None)
+        have = (fragments, self.rounds.differ, self.rounds.eager)
+        if had != have:
+            raise ValueError(
+                "the state is of rounds of another form: (fragments, whether workers go on from parameters of their "
+                f"own, eager) were {had}, and are {have}: begin a new state with init(params) from its params"
+            )
+
+    def counted_from_here(self, f: int, carry: _Carry) -> _Carry:
+        """Begins anew to count the steps in which a fragment moves."""
+        return carry._replace(counts=carry.counts._replace(since=carry.counts.since.at[f].set(0)))
+
+    def outgoing(self, f: int, anchor: Any, carry: _Carry) -> tuple[_Carry, Outgoing]:
+        """What a worker tells of a fragment. It asks the others for their weights."""
+        comm = self.workers.comm
         moved = jax.tree.map(jnp.subtract, anchor, self.rounds.fragments.take(carry.params, f))
-        loss = jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)
-        return Outgoing(moved, carry.counts.since[f : f + 1], loss.astype(jnp.float32)[None])
+        loss = (jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)).astype(jnp.float32)
+        weight = carry.counts.since[f].astype(jnp.float32)
+        weight = jnp.minimum(weight, 1) if self.weights == "workers" else weight
+        total, losses = comm.psum(jnp.stack([weight, weight * loss]))
+        # Without any weight it is NaN, and the synchronisation is undone everywhere.
+        factor = weight * (total if self.rounds.by_senders else comm.size) / total
+        loss = losses / total
+        if self.rounds.eager:  # Others' means arrive all the same.
+            factor, loss = jnp.where(total > 0, factor, 0), jnp.where(total > 0, loss, jnp.inf)
+        moved = jax.tree.map(lambda x: jnp.where(weight > 0, x, 0) * factor.astype(x.dtype), moved)
+        # The steps that follow overlap with the long message, not with this short one before it.
+        since, _ = lax.optimization_barrier((carry.counts.since, loss))
+        carry = carry._replace(counts=carry.counts._replace(since=since))
+        return self.counted_from_here(f, carry), Outgoing(moved, loss[None])
 
     def run_steps(self, step: Callable[..., _Carry], stretch: tuple[int, int, Any], carry: _Carry) -> _Carry:
         """Takes the steps of a stretch."""
@@ -439,11 +519,12 @@ class _Round(Body):
             raise ValueError(
                 f"steps is {self.steps}; there are {self.workers.comm.size} workers: give a number for each"
             )
-        own = np.array([s * (f + 1) // fragments - s * f // fragments for s in self.steps])
-        own = np.minimum(own, end - begin)
-        late = np.minimum(own, self.overlap)
+        # A worker's steps are spread evenly over the round; what is left over comes early.
+        steps = np.array(self.steps)
+        reached = [-(-steps * number // self.every) for number in (begin, pause, end)]
+        early, late = begin + reached[1] - reached[0], pause + reached[2] - reached[1]
         rank = self.workers.comm.rank()
-        early, late = (jnp.asarray(stop, jnp.int32)[rank] for stop in (begin + own - late, pause + late))
+        early, late = (jnp.asarray(stop, jnp.int32)[rank] for stop in (early, late))
         return (begin, pause, early), (pause, end, late)
 
     def inner_step(self, batch: Any, key: Any, extra: Any, number: Any, carry: _Carry, wanted: Any = True) -> _Carry:
@@ -451,14 +532,11 @@ class _Round(Body):
         key = None if key is None else jax.random.fold_in(key, number)
         kept, report, grads = self.gradients(carry.params, carry.kept, _at(batch, number), key, extra)
         updates, inner = self.rounds.inner.update(grads, carry.inner, carry.params, value=report[0])
-        taken = _finite((grads, updates)) & wanted
-        params, inner, kept = _chosen(
-            taken,
-            (optax.apply_updates(carry.params, updates), inner, kept),
-            (carry.params, carry.inner, carry.kept),
-        )
-        one, bad = (jnp.asarray(x, jnp.int32) for x in (taken, wanted & ~taken))
-        counts = Counts(carry.counts.taken + one, carry.counts.skipped + bad, carry.counts.since + one)
+        params = optax.apply_updates(carry.params, updates)
+        taken = _finite((grads, params, kept)) & wanted
+        params, inner, kept = _chosen(taken, (params, inner, kept), (carry.params, carry.inner, carry.kept))
+        one = jnp.asarray(taken, jnp.int32)
+        counts = Counts(carry.counts.taken + one, carry.counts.since + one)
         report = jax.tree.map(lambda x, every: jnp.where(taken, x, 0).astype(every.dtype), report, carry.reports)
         after = _Carry(
             place_as_params(params),
@@ -470,28 +548,21 @@ class _Round(Body):
         )
         return self.workers.comm.varying(after)
 
-    def weighted(self, sent: Outgoing) -> tuple[Any, jax.Array]:
-        """What a worker moved, so scaled that the plain mean is the weighted one; the loss."""
-        comm = self.workers.comm
-        weight = sent.steps[0].astype(jnp.float32)
-        weight = jnp.minimum(weight, 1) if self.weights == "workers" else weight
-        total, losses = comm.psum(jnp.stack([weight, weight * sent.loss[0]]))
-        factor, loss = weight * comm.size / total, losses / total
-        if self.rounds.eager:  # Before the first round nothing is pending, and no loss is known.
-            factor, loss = jnp.where(total > 0, factor, 0), jnp.where(total > 0, loss, jnp.inf)
-        # Otherwise it is NaN without any weight, and the synchronisation is undone everywhere.
-        return jax.tree.map(lambda x: x * factor.astype(x.dtype), sent.moved), loss
-
     def merged(self, own: jax.Array, new: jax.Array) -> jax.Array:
         """A worker's parameters after a result has arrived."""
         return new if self.merge == 0 else (self.merge * own + (1 - self.merge) * new).astype(own.dtype)
 
-    def told(self, carry: _Carry) -> tuple[Any, Any]:
-        """The report of a round, averaged over those that took each step, and the model state."""
+    def told(self, carry: _Carry) -> tuple[Any, Any, jax.Array]:
+        """The report of a round, averaged over those that took each step; the model state; and how
+        many steps were skipped on all workers.
+        """
         shared = (carry.reports, carry.took, carry.kept if self.model_state == "mean" else None)
         sums, took, kept = mean(self.workers.comm, shared)
         kept = kept if self.model_state == "mean" else carry.kept
-        return jax.tree.map(lambda x: x / took.reshape(-1, *[1] * (x.ndim - 1)), sums), kept
+        size = self.workers.comm.size
+        wanted = self.every * size if self.steps is None else sum(self.steps)
+        skipped = wanted - jnp.round(jnp.sum(took) * size).astype(jnp.int32)
+        return jax.tree.map(lambda x: x / took.reshape(-1, *[1] * (x.ndim - 1)), sums), kept, skipped
 
 
 def _at(batch: Any, number: Any) -> Any:
