@@ -290,8 +290,9 @@ class Body:
         """The state before the first step."""
         if (kept is None) != (self.model_state is None):
             raise ValueError(
-                f"train_step was given model_state={self.model_state!r}, and init {'no' if kept is None else 'a'} "
-                "model state: pass it to both (train_step takes model_state='mean' or 'per_worker'), or to neither"
+                f"the step was made with model_state={self.model_state!r}, and init was given "
+                f"{'no' if kept is None else 'a'} model state: make the step with model_state='mean' or 'per_worker' "
+                "and pass the state to init, or do neither"
             )
         check_arrays(params)
         params, kept = self.workers.place(params), self.workers.everywhere(kept)
