@@ -430,7 +430,7 @@ class _Round(Body):
             average, sync[f] = self.rounds.averaged(sent.moved, sync[f], part, value=sent.loss[0])
             if pending is not None:
                 carry = self.run_steps(step, before, carry)
-                # XLA would merge the mean's message with the weights', which waits for these steps.
+                # XLA would merge the mean's message with the weights', which waits for steps.
                 took, _ = lax.optimization_barrier((carry.took, average))
                 carry, fresh = self.outgoing(f, part, carry._replace(took=took))
                 pending[f] = PerWorkerState(fresh._replace(moved=as_parts(fresh.moved)))

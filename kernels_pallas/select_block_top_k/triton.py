@@ -47,7 +47,7 @@ class BlocksPlan(Plan):
     @staticmethod
     def of_blocks(n: int, capacity: int, length: int, most: int) -> "BlocksPlan":
         width = max(pl.next_power_of_2(length), ROW)
-        # Each of several blocks takes registers of its own, so a program holds half as much of them.
+        # Each of several blocks takes registers of its own, so a program holds half as much.
         return BlocksPlan(n, capacity, max(BLOCK // 2, width), slots(length, most), length, most)
 
     @property
