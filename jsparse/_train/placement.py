@@ -64,8 +64,12 @@ def check_update(
     )
     axes = {axis} if isinstance(axis, str) else set(axis)
     update = optax.with_extra_args_support(tx).update
+
+    def own(part):
+        return isinstance(part, PerWorkerState)
+
     # What each worker has for itself is typed so: ``init`` has seen nothing that differs.
-    state = jax.tree.map(lambda leaf, spec: leaf if spec == PartitionSpec() else comm.varying(leaf), state, specs)
+    state = jax.tree.map(lambda part: comm.varying(part) if own(part) else part, state, is_leaf=own)
     updates, state = update(grads, state, params, value=jnp.zeros(()))
 
     def check(path, leaf, spec, what):
