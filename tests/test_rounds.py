@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -397,14 +398,17 @@ SOME = ("streaming",)
 
 
 @pytest.mark.parametrize("name", quick(ROWS, *SOME))
-def test_rounds_go_on_from_a_checkpoint(name: str):
-    """To the same bits, from NumPy arrays, in fragments; compiled once."""
+def test_rounds_go_on_from_a_checkpoint(name: str, tmp_path):
+    """Saved and restored by orbax, to the same bits, in fragments; compiled once."""
     fragments = {} if name == "eager" else {"fragments": 2, "overlap": 1}
     step = local_steps(**fragments | ROWS[name])
     state, _ = train(step, 2)
-    saved = jax.tree.map(np.asarray, state)
-    where = jax.tree.map(lambda x: x.sharding, state)
-    (straight, _), (resumed, _) = (step(start, batches(2)) for start in (state, jax.device_put(saved, where)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "round2", state)
+        checkpointer.wait_until_finished()
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        restored = checkpointer.restore(tmp_path / "round2", target)
+    (straight, _), (resumed, _) = (step(start, batches(2)) for start in (state, restored))
     jax.tree.map(np.testing.assert_array_equal, straight, resumed)
     assert step._run._cache_size() == 1
 
