@@ -30,11 +30,12 @@ from ._share.parts import in_parts, map_in_parts
 from ._share.sharded import sharded
 from ._share.trust_ratio import lamb, lars, scale_by_trust_ratio
 from ._train.gradients import local_value_and_grad
+from ._train.local_state import LocalState
 from ._train.metrics import metrics
 from ._train.over_mesh import over_mesh, worker_value_and_grad
 from ._train.per_worker import PerWorkerState, ShardedState, per_worker
 from ._train.placement import state_specs
-from ._train.rounds import LocalState, LocalSteps, local_steps
+from ._train.rounds import LocalSteps, local_steps
 from ._train.state import TrainState, sync_params
 from ._train.stats import Stats, residual, stats
 from ._train.step import TrainStep, train_step

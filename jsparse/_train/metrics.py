@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._engine.state import SparseAllReduceState, check_not_donated, states_in
 from .._vector.sparse_vector import flatten, to_dense
-from .rounds import Counts, LocalState
+from .local_state import Counts, LocalState
 from .stats import Stats, find, read, reader, residual_magnitudes, residual_squares
 
 

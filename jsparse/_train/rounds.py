@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,70 +12,20 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels_pallas import varying_axes
-
 from .._comm.comm import AxisComm, Comm
 from .._engine.mean import over_contributors
 from .._engine.shards import place_as_params
-from .._engine.state import SparseAllReduceState, states_in
 from .._engine.transform import SparseAllReduce
 from .._presets.dense import dense
 from .._vector.arguments import check_kind
 from .fragments import FragmentOf, Fragments
 from .gradients import Gradients, Loss
+from .local_state import Counts, LocalState, Outgoing, Rounds, chosen, finite
 from .per_worker import PerWorkerState, as_parts, from_parts, per_worker
 from .placement import AxisName
 from .state import TrainState, mean
 from .step import Body, Step, placed_workers
 from .workers import with_axis, without_axis
-
-
-class Counts(NamedTuple):
-    """What a worker did; int32 leaves.
-
-    Attributes:
-      taken: shape ``(1,)``: inner steps that it took in the last round.
-      since: shape ``(fragments,)``: steps that it took since it last told what it moved of each
-        fragment.
-    """
-
-    taken: jax.Array
-    since: jax.Array
-
-
-class Outgoing(NamedTuple):
-    """What a worker tells the others of a fragment.
-
-    Attributes:
-      moved: its outer gradient, so scaled that the plain mean over workers is the weighted one.
-      loss: float32, shape ``(1,)``: the weighted mean loss, alike on all workers.
-    """
-
-    moved: Any
-    loss: jax.Array
-
-
-class LocalState(NamedTuple):
-    """The ``opt_state`` of :func:`local_steps`.
-
-    Attributes:
-      inner: the inner optimizer's state, each worker's own.
-      counts: what each worker did, :class:`Counts`.
-      skipped: int32 scalar: inner steps of all workers so far that were not finite.
-      workers: each worker's own parameters; None if a round ends with the same ones everywhere.
-      sync: the state of the synchronisation, for each fragment.
-      outer: the outer optimizer's state, for each fragment.
-      pending: with eager updates, for each fragment what each worker will tell in the next round,
-        :class:`Outgoing`; otherwise None.
-    """
-
-    inner: PerWorkerState
-    counts: PerWorkerState
-    skipped: jax.Array
-    workers: PerWorkerState | None
-    sync: tuple[Any, ...]
-    outer: tuple[Any, ...]
-    pending: tuple[PerWorkerState, ...] | None
 
 
 class LocalSteps(Step):
@@ -219,7 +169,7 @@ def local_steps(
             + ("eager updates replace" if eager else 'weights="steps" changes')
             + ' a worker\'s share of a mean over all workers: take mean="workers"'
         )
-    tx = _Rounds(
+    tx = Rounds(
         inner=per_worker(inner),
         sync=optax.with_extra_args_support(dense(workers.comm) if sync is None else sync),
         outer=per_worker(outer) if eager else optax.with_extra_args_support(outer),
@@ -245,116 +195,6 @@ def local_steps(
             merge,
         )
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rounds:
-    """The three transformations of a round, and their state.
-
-    Attributes:
-      inner: of a worker's own steps.
-      sync: averages what workers moved.
-      outer: takes the mean.
-      fragments: the parts of the parameters.
-      differ: whether workers keep parameters of their own from round to round.
-      eager: whether a mean is used a round late.
-      by_senders: whether the mean of an element is over the workers that sent it.
-      comm: the workers' network.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    sync: optax.GradientTransformationExtraArgs
-    outer: optax.GradientTransformationExtraArgs
-    fragments: Fragments
-    differ: bool
-    eager: bool
-    by_senders: bool
-    comm: Comm
-
-    @property
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The three as one, which makes their state."""
-        return optax.GradientTransformationExtraArgs(cast(Any, self.init), cast(Any, self.update))
-
-    def init(self, params: Any) -> LocalState:
-        """The state before the first round."""
-        inner = self.inner.init(params)
-        if states_in(inner):
-            raise ValueError(
-                "inner holds an all-reduce, which would send a message in every inner step: pass it as sync, and the "
-                "optimizer alone as inner"
-            )
-        parts = self.fragments.split(params)
-        sync = tuple(map(self.sync.init, parts))
-        if not all(map(states_in, sync)):
-            raise ValueError(
-                "sync does not communicate, so what workers moved would never be averaged: pass a preset such as "
-                "jsparse.oktopk(axis, density=0.01), or a chain that holds one"
-            )
-        none = jnp.zeros(1, jnp.int32)
-        counts = Counts(none, jnp.zeros(len(parts), jnp.int32))
-        own = PerWorkerState(as_parts(params)) if self.differ else None
-        pending = None
-        if self.eager:
-            moved = [as_parts(jax.tree.map(jnp.zeros_like, part)) for part in parts]
-            # No loss is known yet.
-            pending = tuple(PerWorkerState(Outgoing(part, jnp.full(1, jnp.inf, jnp.float32))) for part in moved)
-        return LocalState(
-            cast(PerWorkerState, inner),
-            PerWorkerState(counts),
-            jnp.zeros((), jnp.int32),
-            own,
-            sync,
-            tuple(map(self.outer.init, parts)),
-            pending,
-        )
-
-    def update(self, grads: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
-        """A round of one step, without anything that a step of a loop of one's own would have.
-
-        It shows which parts of a state differ between workers, and which do not.
-        """
-        updates, inner = self.inner.update(grads, state.inner, params, **extra)
-        moved = jax.tree.map(jnp.negative, updates)
-        parts = self.fragments.split(moved), self.fragments.split(params), state.sync, state.outer
-        total, sync, outer = jax.tree.map(jnp.zeros_like, params), [], []
-        for f, (moved, part, before, kept) in enumerate(zip(*parts, strict=True)):
-            average, after = self.averaged(moved, before, part, **extra)
-            axes = np.ravel(getattr(self.comm, "axis", ()))
-            if self.eager and any(varying_axes(leaf) & {*axes} for leaf in jax.tree.leaves(average)):
-                raise ValueError(
-                    "sync leaves workers different means: pass an all-reduce over all of axis, and not jsparse.a2sgd"
-                )
-            update, kept = self.outer_update(average, kept, part, **extra)
-            total = self.fragments.put(total, f, update)
-            sync.append(after)
-            outer.append(kept)
-        return total, state._replace(inner=inner, sync=tuple(sync), outer=tuple(outer))
-
-    def averaged(self, moved: Any, sync: Any, anchor: Any, **extra: Any) -> tuple[Any, Any]:
-        """The mean of what workers moved, and the state of the synchronisation.
-
-        If the mean is not finite, this library's states undo it themselves, and count it. Other
-        states in the chain are as before.
-        """
-        average, after = self.sync.update(moved, sync, anchor, **extra)
-        finite = _finite(average)
-
-        def kept(after, before):
-            return after if isinstance(after, SparseAllReduceState) else jnp.where(finite, after, before)
-
-        undone = jax.tree.map(kept, after, sync, is_leaf=lambda x: isinstance(x, SparseAllReduceState))
-        return average, undone
-
-    def outer_update(self, average: Any, outer: Any, anchor: Any, **extra: Any) -> tuple[Any, Any]:
-        """The update of the outer optimizer, and its state.
-
-        Both are as if there were no round if the mean is not finite.
-        """
-        updates, after = self.outer.update(average, outer, anchor, **extra)
-        finite = _finite((average, updates))
-        updates = jax.tree.map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), updates)
-        return updates, _chosen(finite, after, outer)
 
 
 class _Carry(NamedTuple):
@@ -390,7 +230,7 @@ class _Round(Body):
       merge: how much a worker keeps of its own parameters.
     """
 
-    rounds: _Rounds
+    rounds: Rounds
     every: int
     steps: tuple[int, ...] | None
     weights: Literal["workers", "steps"]
@@ -535,8 +375,8 @@ class _Round(Body):
         kept, report, grads = self.gradients(carry.params, carry.kept, _at(batch, number), key, extra)
         updates, inner = self.rounds.inner.update(grads, carry.inner, carry.params, value=report[0])
         params = optax.apply_updates(carry.params, updates)
-        taken = _finite((grads, params, kept)) & wanted
-        params, inner, kept = _chosen(taken, (params, inner, kept), (carry.params, carry.inner, carry.kept))
+        taken = finite((grads, params, kept)) & wanted
+        params, inner, kept = chosen(taken, (params, inner, kept), (carry.params, carry.inner, carry.kept))
         one = jnp.asarray(taken, jnp.int32)
         counts = Counts(carry.counts.taken + one, carry.counts.since + one)
         report = jax.tree.map(lambda x, every: jnp.where(taken, x, 0).astype(every.dtype), report, carry.reports)
@@ -570,16 +410,6 @@ class _Round(Body):
 def _at(batch: Any, number: Any) -> Any:
     """The batch of one step."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), batch)
-
-
-def _finite(tree: Any) -> jax.Array:
-    """Whether all floats are finite. Leaf by leaf, as to flatten one in shards would gather it."""
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in floats], jnp.array(True))
-
-
-def _chosen(which: jax.Array, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
 
 
 def _with_fresh_share(size: int, average: jax.Array, fresh: jax.Array, sent: jax.Array) -> jax.Array:
