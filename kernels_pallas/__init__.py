@@ -9,7 +9,7 @@ from .count_above_many import count_above_many
 from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
 from .magnitude_statistics import MagnitudeStatistics, magnitude_statistics
 from .norms import norms
-from .select_above import count_above, select_above
+from .select_above import count_above, reaches, select_above
 from .select_block_top_k import select_block_top_k
 from .select_ms_top_k import select_ms_top_k
 from .select_stochastic import select_stochastic
@@ -28,6 +28,7 @@ __all__ = [
     "kth_magnitude",
     "magnitude_statistics",
     "norms",
+    "reaches",
     "select_above",
     "select_block_top_k",
     "select_ms_top_k",

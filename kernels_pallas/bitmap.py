@@ -7,13 +7,19 @@ So a selection of ``k`` out of ``n`` elements reads the array of length ``n`` on
 little memory for the rest.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 WORD = 32
 STRETCH = 64 * WORD
+# How many words are counted together where members are ranked and listed: the four counts, each of
+# at most 32, are the bytes of one word.
+GROUP = 4
 
 
 def pack(mask: jax.Array) -> jax.Array:
@@ -104,15 +110,9 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
 
 def starts(words: jax.Array) -> jax.Array:
     """For each word, the number of members in the words before it: int32, shape ``(words,)``."""
-    counts = lax.population_count(words).astype(jnp.int32)
-    # One scan over an eighth of the words, then additions within each group of eight. On a CPU
-    # this is twice as fast as one scan over all words.
-    blocks = jnp.pad(counts, (0, -words.shape[0] % 8)).reshape(-1, 8)
-    sums = jnp.sum(blocks, axis=1, dtype=jnp.int32)
-    before = [jnp.cumsum(sums, dtype=jnp.int32) - sums]
-    for column in range(7):
-        before.append(before[-1] + blocks[:, column])
-    return jnp.stack(before, axis=1).reshape(-1)[: words.shape[0]]
+    counts = _Counts.of(words)
+    before = counts.before[:, None] + _byte(counts.ends[:, None] << 8, lax.iota(jnp.int32, GROUP)[None])
+    return before.reshape(-1)[: words.shape[0]]
 
 
 def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
@@ -120,10 +120,61 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
 
     An index past the bitmap gets a rank above those of all members.
     """
+    if not words.shape[0]:
+        return jnp.full_like(indices, jnp.iinfo(jnp.int32).max)
+    counts = _Counts.of(words)
     word, bit = _locate(indices)
-    here = lax.population_count(words.at[word].get(mode="fill", fill_value=0) & (bit - 1))
-    before = starts(words).at[word].get(mode="fill", fill_value=jnp.iinfo(jnp.int32).max)
-    return before + here.astype(jnp.int32)
+    from_here_on = lax.population_count(words.at[word].get(mode="clip") & ~(bit - 1)).astype(jnp.int32)
+    group, place = word >> 2, word & (GROUP - 1)
+    up_to_word = counts.before.at[group].get(mode="clip") + _byte(counts.ends.at[group].get(mode="clip"), place)
+    return jnp.where(word < words.shape[0], up_to_word - from_here_on, jnp.iinfo(jnp.int32).max)
+
+
+class _Counts(NamedTuple):
+    """How many members there are up to each word, in groups of four words.
+
+    Attributes:
+      before: int32: the number of members before each group.
+      ends: uint32: for each word of a group a byte, the lowest one for the first: the number of
+        members of the group up to the end of this word.
+      total: int32 scalar: the number of all members.
+    """
+
+    before: jax.Array
+    ends: jax.Array
+    total: jax.Array
+
+    @staticmethod
+    def of(words: jax.Array) -> "_Counts":
+        counts = _in_fours(lax.population_count(words)) << (8 * lax.iota(jnp.uint32, GROUP))[None]
+        # The product has in each byte the sum of the counts up to there.
+        ends = jnp.sum(counts, axis=1, dtype=jnp.uint32) * jnp.uint32(0x01010101)
+        groups = (ends >> 24).astype(jnp.int32)
+        # A scan over a fourth of the groups, then additions, take half the time of a scan.
+        first, second, third, fourth = _in_fours(groups).T
+        after = jnp.cumsum(first + second + third + fourth, dtype=jnp.int32)
+        before = [after - fourth - third - second - first, after - fourth - third - second, after - fourth - third]
+        before = jnp.stack([*before, after - fourth], axis=1).reshape(-1)[: groups.shape[0]]
+        return _Counts(_stored(before), ends, after[-1] if words.shape[0] else jnp.int32(0))
+
+
+def _in_fours(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, (0, -x.shape[0] % 4)).reshape(-1, 4)
+
+
+def _byte(word: jax.Array, number: jax.Array) -> jax.Array:
+    return (word >> (8 * number).astype(jnp.uint32) & 255).astype(jnp.int32)
+
+
+def _stored(ascending: jax.Array) -> jax.Array:
+    """The same ascending values, as an array in memory.
+
+    On a CPU, XLA computes what a gather reads anew for each element that is read, however many
+    there are. The result of a reduction over windows it computes once. The larger one of each
+    value and the one before it is that value.
+    """
+    least = np.array(jnp.iinfo(ascending.dtype).min, ascending.dtype)
+    return lax.reduce_window(ascending, least, lax.max, (2,), (1,), [(1, 0)])
 
 
 def take_first(words: jax.Array, quota: ArrayLike) -> jax.Array:
@@ -171,22 +222,29 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
     >>> members(jnp.array([0b10110], jnp.uint32), 2, fill=5, start=2)
     (Array([1, 4], dtype=int32), Array(3, dtype=int32))
     """
-    before = starts(words)
-    total = count(words)
     slot = lax.iota(jnp.int32, capacity)
     if not words.shape[0]:
-        return jnp.full_like(slot, fill), total
+        return jnp.full_like(slot, fill), jnp.int32(0)
+    counts = _Counts.of(words)
+    before, total = counts.before, counts.total
     wrapped, gap = circle(total, capacity, start)
-    # Each word claims the place of its first member in the result. Words whose first member lies
-    # in the gap all claim the place after the gap. The last word that claims a place owns it, and
-    # owns the places after it up to the next claim, which is at most 32 places on.
+    # Each group of words claims the place of its first member in the result; an empty one, that
+    # of the next group's. Groups whose first member lies in the gap all claim the place after the
+    # gap. The last group that claims a place owns it, and the places after it up to the next
+    # claim, which is at most ``GROUP * WORD`` places on.
     claim = jnp.where(before < wrapped, before, jnp.maximum(before - gap, wrapped))
-    claim = jnp.where(words != 0, claim, capacity)
-    owner = jnp.zeros(capacity, jnp.int32).at[claim].max(lax.iota(jnp.int32, words.shape[0]), mode="drop")
-    for shift in (1, 2, 4, 8, 16):
-        owner = jnp.maximum(owner, jnp.pad(owner, (shift, 0))[:capacity])
-    place = slot + jnp.where(slot < wrapped, 0, gap)
-    indices = owner * WORD + _nth_bit(words[owner], place - before[owner])
+    reach = GROUP * WORD
+    owner = jnp.zeros(reach - 1 + capacity, jnp.int32)
+    owner = owner.at[reach - 1 + claim].max(lax.iota(jnp.int32, claim.shape[0]), mode="drop")
+    for width, count in ((1, 4), (4, 4), (16, 4), (64, 2)):  # The largest of 4, of 16, of 64, of 128.
+        owner = lax.reduce_window(owner, np.int32(0), lax.max, (count,), (1,), "VALID", window_dilation=(width,))
+    inside = slot + jnp.where(slot < wrapped, 0, gap) - before[owner]
+    ends = counts.ends[owner]
+    passed = [_byte(ends, jnp.full_like(owner, i)) for i in range(GROUP - 1)]
+    word, first = owner * GROUP, jnp.zeros_like(owner)
+    for end in passed:
+        word, first = jnp.where(inside >= end, word + 1, word), jnp.where(inside >= end, end, first)
+    indices = _stored(word * WORD + _nth_bit(words.at[word].get(mode="clip"), inside - first))
     return jnp.where(slot < total, indices, fill), total
 
 
@@ -217,7 +275,8 @@ def turn(step: jax.Array, capacity: ArrayLike) -> jax.Array:
 
 
 def _locate(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return indices // WORD, jnp.uint32(1) << (indices % WORD).astype(jnp.uint32)
+    """The word of each index, and its bit there. Shifts take half the time of divisions."""
+    return indices >> 5, jnp.uint32(1) << (indices & (WORD - 1)).astype(jnp.uint32)
 
 
 def _nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:

@@ -59,7 +59,8 @@ class SparseVector:
     @property
     def count(self) -> jax.Array:
         """How many places are in use: int32, a scalar or one for each run."""
-        return jnp.sum(self.indices < self.n, axis=-1, dtype=jnp.int32)
+        used = self.indices < self.n
+        return bitmap.count_mask(used) if used.ndim == 1 else jax.vmap(bitmap.count_mask)(used)
 
     def where(self, keep: jax.Array) -> "SparseVector":
         """Keeps the elements where ``keep`` (broadcast) is true.
@@ -134,9 +135,12 @@ class SparseVector:
             union = functools.reduce(lambda union, x: x.union(union), others, self.union())
         capacity = min(sum(x.values.size for x in vectors) if capacity is None else capacity, self.n)
         total = jnp.zeros(capacity, self.values.dtype)
+        indices = jnp.full(capacity, self.n, jnp.int32)
         for x in vectors:
-            total = SparseVector(x.values, x.ranks(union, capacity), capacity).add_into(total)
-        return SparseVector(total, bitmap.members(union, capacity, self.n)[0], self.n)
+            places = x.ranks(union, capacity)
+            total = SparseVector(x.values, places, capacity).add_into(total)
+            indices = indices.at[places.reshape(-1)].set(x.indices.reshape(-1), mode="drop")
+        return SparseVector(total, varying_as(indices, total), self.n)
 
     def ranks(self, union: jax.Array, capacity: int) -> jax.Array:
         """The place of each element in a run of all members of a bitmap.
@@ -162,6 +166,19 @@ class SparseVector:
         values = jnp.zeros(capacity, self.values.dtype).at[places].set(self.values.reshape(-1), mode="drop")
         indices = jnp.full(capacity, self.n, jnp.int32).at[places].set(self.indices.reshape(-1), mode="drop")
         return SparseVector(values, indices, self.n)
+
+    def pick(self, places: jax.Array, capacity: int, start: ArrayLike = 0) -> "SparseVector":
+        """Takes the elements of a run at some of its places, as a run.
+
+        Args:
+          places: a bitmap.
+          capacity: length of the new buffers, static. If the bitmap has more members, ``capacity``
+            of them are taken, round a circle from the member of rank ``start`` on.
+          start: int32 scalar.
+        """
+        taken, _ = bitmap.members(places, capacity, self.capacity, start)
+        values = self.values.at[taken].get(mode="fill", fill_value=0)
+        return SparseVector(values, self.indices.at[taken].get(mode="fill", fill_value=self.n), self.n)
 
     def window(
         self, begin: jax.Array, length: jax.Array, capacity: int, start: ArrayLike = 0, limit: ArrayLike | None = None

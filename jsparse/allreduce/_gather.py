@@ -20,7 +20,7 @@ from ..quantize import Quantizer
 from ..wire import Compact, Messages
 
 # The lengths that a message may have, in units of an equal share. The shortest that fits is sent.
-PART_LENGTHS = (1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
+PART_LENGTHS = (1.0625, 1.125, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 BALANCING_LENGTHS = (0.0625, 0.125, 0.25, 0.5, 1.0)
 # The longest part, in shares, that may take fewer words as it is than balanced.
 WORTH = 2.0
@@ -81,7 +81,8 @@ def quantizer_key(quantize: Quantizer, *numbers: jax.Array) -> jax.Array:
 
 def gather_parts(
     comm: Comm,
-    mine: SparseVector,
+    region: SparseVector,
+    chosen: jax.Array,
     parts: jax.Array,
     share: int,
     *,
@@ -89,19 +90,21 @@ def gather_parts(
     step: jax.Array,
     wire: Messages,
 ) -> tuple[SparseVector, SparseVector | None]:
-    """Gathers each worker's elements on every worker, and balances the parts first if one is long.
+    """Gathers chosen elements of each worker on every worker.
 
-    This is Ok-Topk's ``balance_and_allgatherv`` (section 3.1.2). Elements that do not fit are left
-    out, different ones in each step.
+    If a part is long, the parts are balanced first. This is Ok-Topk's ``balance_and_allgatherv``
+    (section 3.1.2). Elements that do not fit are left out, different ones in each step.
 
     Args:
       comm: the workers.
-      mine: this worker's elements, one run. Their indices are above those of all workers of lower
-        rank.
-      parts: int32, shape ``(P,)``, alike on all workers: about how many elements each worker has.
+      region: this worker's elements, one run. Their indices are above those of all workers of
+        lower rank.
+      chosen: a bitmap of the places of the elements that are gathered.
+      parts: int32, shape ``(P,)``, alike on all workers: about how many elements each worker has
+        chosen.
       share: the length of an equal share. Balanced parts have this length.
       balance_above: the largest part, in shares, that is gathered without balancing. With None
-        the parts are balanced where that sends fewer words.
+        the parts are balanced where that saves more than an eighth of the words.
       step: int32 scalar, alike on all workers.
       wire: the layout of the messages.
 
@@ -109,41 +112,48 @@ def gather_parts(
       ``(total, rounding)``: the elements of all workers as one run, alike on all workers; and what
       this worker added to some of them by rounding, or None where the wire is lossless.
     """
-    lengths = _part_lengths(WORTH if balance_above is None else balance_above, share, mine.capacity)
+    lengths = _part_lengths(WORTH if balance_above is None else balance_above, share, region.capacity)
     amounts = _lengths(BALANCING_LENGTHS, share, share)
-    capacity, widest = min(comm.size * lengths[-1], mine.n), max(*lengths, share)
-    count = mine.count
-    mine, rounded = round_once(wire, mine)
+    balances = lengths[-1] < region.capacity and balance_above != math.inf
+    capacity = min(comm.size * lengths[-1], region.n)
+    # What rounding changed has the same places in each branch. Only a part that is balanced may
+    # have been rounded where it was longer than all lengths.
+    widest = region.capacity if balances and wire.elementwise else max(*lengths, share)
 
-    def gather(part: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+    def gather(part: SparseVector) -> tuple[SparseVector, SparseVector]:
         message = wire.encode(part)
         everyone = wire.decode(comm.all_gather(message), part.capacity, part.n, part.values.dtype)
-        return everyone, rounding(comm, wire, part, wire.as_read(part, message), widest)
+        return everyone, difference(wire.as_read(part, message), part)
+
+    def told(total: SparseVector, change: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+        return total, None if wire.lossless else comm.varying(change.resize(widest))
 
     def direct(length: int) -> tuple[SparseVector, SparseVector | None]:
-        everyone, change = gather(mine.window(jnp.int32(0), count, length, bitmap.turn(step, length)))
-        return everyone.concatenate(capacity), change
+        everyone, change = gather(region.pick(chosen, length, bitmap.turn(step, length)))
+        return told(everyone.concatenate(capacity), change)
 
     def balanced() -> tuple[SparseVector, SparseVector | None]:
-        everyone, change = gather(_balance(comm, mine, comm.all_gather(count), share, amounts, step, forward(wire)))
-        return everyone.join(capacity), change
+        mine, rounded = round_once(wire, region.pick(chosen, region.capacity))
+        counts = comm.all_gather(mine.count)
+        everyone, change = gather(_balance(comm, mine, counts, share, amounts, step, forward(wire)))
+        return told(everyone.join(capacity), change if rounded is None else rounded)
 
     branches: list[Callable[[], Any]] = [functools.partial(direct, length) for length in lengths]
     index = fitting(jnp.max(parts), lengths)
-    if lengths[-1] < mine.capacity and balance_above != math.inf:
+    if balances:
         branches.append(balanced)
         if balance_above is None:
 
             def words(wire: Messages, length: int) -> int:
-                return wire.words(length, mine.n, mine.values.dtype)
+                return wire.words(length, region.n, region.values.dtype)
 
-            directly = jnp.array([*(words(wire, length) for length in lengths), 2**31 - 1])[index]
+            directly = [words(wire, length) for length in lengths]
+            # Balancing takes P - 1 + log P further messages, and time to put the parts in order.
+            worth = jnp.array([*(count - count // 8 for count in directly), 2**31 - 1])[index]
             moved = jnp.max(moves(_reduce_to(parts, share * comm.size), share)[1])
             to_move = jnp.array([words(forward(wire), amount) for amount in amounts])[fitting(moved, amounts)]
-            index = jnp.where(words(wire, share) + to_move + 1 < directly, len(lengths), index)
-    index = jnp.minimum(index, len(branches) - 1)
-    total, change = comm.switch(index, branches, replicated=True)
-    return total, change if rounded is None else rounded
+            index = jnp.where(words(wire, share) + to_move + 1 < worth, len(lengths), index)
+    return comm.switch(jnp.minimum(index, len(branches) - 1), branches, replicated=True)
 
 
 def forward(wire: Messages) -> Messages:
@@ -162,14 +172,6 @@ def round_once(wire: Messages, x: SparseVector) -> tuple[SparseVector, SparseVec
         return x, None
     read = wire.as_read(x, wire.encode(x))
     return read, difference(read, x)
-
-
-def rounding(comm: Comm, wire: Messages, x: SparseVector, read: SparseVector, capacity: int) -> SparseVector | None:
-    """What a message changed in a run, with ``capacity`` places.
-
-    It is None for a wire whose rounding :func:`round_once` has done.
-    """
-    return None if wire.elementwise else comm.varying(difference(read, x).resize(capacity))
 
 
 def difference(a: SparseVector, b: SparseVector) -> SparseVector:

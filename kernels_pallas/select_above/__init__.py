@@ -10,6 +10,9 @@ from .. import _check
 from .._implementation import choose
 from .._varying import alike
 from . import xla
+from .xla import reaches
+
+__all__ = ["count_above", "reaches", "select_above"]
 
 
 def select_above(

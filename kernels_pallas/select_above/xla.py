@@ -11,12 +11,21 @@ from .._varying import alike
 
 
 def reaches(x: jax.Array, threshold: ArrayLike) -> jax.Array:
-    """Where ``|x| >= threshold``, except at zeros and NaN. A zero has nothing to send.
+    """Where ``|x| >= threshold``, except at zeros and NaN: a mask, not fewer elements.
 
-    It compares twice and takes no absolute value: in a loop over thresholds XLA would store
-    ``|x|``, an array as long as ``x``. A threshold of NaN stays NaN, so nothing reaches it; with
-    a maximum instead of the ``where`` it would be lost in a Triton kernel.
+    Args:
+      x: float32 or float64, of any shape.
+      threshold: a scalar. Nothing reaches NaN.
+
+    Returns:
+      Booleans, in the shape of ``x``.
+
+    >>> reaches(jnp.array([2.0, 0.0, -3.0]), 0)
+    Array([ True, False,  True], dtype=bool)
     """
+    # It compares twice and takes no absolute value: in a loop over thresholds XLA would store
+    # |x|, an array as long as x. A threshold of NaN stays NaN; with a maximum instead of the
+    # where it would be lost in a Triton kernel.
     tiny = jnp.finfo(x.dtype).tiny
     threshold = jnp.where(threshold < tiny, tiny, threshold)
     return (x >= threshold) | (x <= -threshold)
