@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas import bitmap, varying_axes
 
@@ -33,8 +34,24 @@ def pmax_over(levels: Sequence[Metered], x: jax.Array) -> jax.Array:
 def not_finite(leaves: Sequence[Leaf]) -> jax.Array:
     """Whether any element is infinite or NaN: bool scalar."""
     parts = [leaf.values if isinstance(leaf, SparseVector) else leaf for leaf in leaves]
-    wrong = [bitmap.count_mask(~jnp.isfinite(part.reshape(-1))) for part in parts if part.size]
+    wrong = [_count_not_finite(part) for part in parts if part.size]
     return jnp.max(jnp.stack(wrong)) > 0 if wrong else jnp.array(False)
+
+
+def _count_not_finite(part: jax.Array) -> jax.Array:
+    flat = part.reshape(-1)
+
+    def count(flat: jax.Array) -> jax.Array:
+        return bitmap.count_mask(~jnp.isfinite(flat))
+
+    if part.ndim < 3:
+        return count(flat)
+    # On a CPU, XLA computes the place in the array of several axes for each element, which takes
+    # up to eight times as long. To a branch it hands the flat array. The barrier hides from it
+    # that the branch is always the same. On a GPU a branch would wait for the host.
+    return lax.platform_dependent(
+        flat, cpu=lambda flat: lax.cond(lax.optimization_barrier(True), count, count, flat), default=count
+    )
 
 
 def varying_over(levels: Sequence[Comm], tree: Any) -> Any:

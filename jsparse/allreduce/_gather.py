@@ -20,7 +20,7 @@ from ..quantize import Quantizer
 from ..wire import Compact, Messages
 
 # The lengths that a message may have, in units of an equal share. The shortest that fits is sent.
-PART_LENGTHS = (1.0625, 1.125, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
+PART_LENGTHS = (1.0625, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
 BALANCING_LENGTHS = (0.0625, 0.125, 0.25, 0.5, 1.0)
 # The longest part, in shares, that may take fewer words as it is than balanced.
 WORTH = 2.0

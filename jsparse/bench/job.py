@@ -45,7 +45,7 @@ class Job:
         forms = list(dict.fromkeys(["dense", *(args.forms or default)]))
         for name in forms:
             if name not in names:
-                raise ValueError(f"--form is {name!r}; choose from {', '.join(names)}")
+                raise ValueError(f"--form is {name!r}; choose from {'; '.join(names)}")
         fields = {field.name for field in dataclasses.fields(cls)}
         options: dict[str, Any] = {name: option for name, option in vars(args).items() if name in fields}
         options["forms"] = forms
