@@ -211,7 +211,7 @@ def test_gradients_for_pytorch():
         (["--hosts", "300"], "there are to be 300 hosts"),
         (["--repeats", "0"], "at least 1"),
         (["--rate", "1gbit", "fast"], "the rate is 'fast'"),
-        (["--form", "best"], "--form is 'best'; choose from dense, "),
+        (["--form", "best"], "--form is 'best'; choose from dense; "),
     ],
 )
 def test_wrong_options(arguments, message: str, capsys):
