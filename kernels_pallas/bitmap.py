@@ -155,7 +155,9 @@ class _Counts(NamedTuple):
         after = jnp.cumsum(first + second + third + fourth, dtype=jnp.int32)
         before = [after - fourth - third - second - first, after - fourth - third - second, after - fourth - third]
         before = jnp.stack([*before, after - fourth], axis=1).reshape(-1)[: groups.shape[0]]
-        return _Counts(_stored(before), ends, after[-1] if words.shape[0] else jnp.int32(0))
+        # Not the last of these sums: on a GPU XLA would compute it together with what depends on
+        # other workers, and all that is listed would wait for them.
+        return _Counts(_stored(before), ends, jnp.sum(groups, dtype=jnp.int32))
 
 
 def _in_fours(x: jax.Array) -> jax.Array:

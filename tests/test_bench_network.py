@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from test_network import needs_network
 
 import jsparse
@@ -54,6 +55,23 @@ def test_a_small_benchmark(tmp_path, capsys):
     assert results["topk_allgather", "20mbit"]["bytes"] < 0.2 * results["dense", "20mbit"]["bytes"]
     assert results["topk_allgather", "20mbit"]["selection_ms"] > 0
     assert not results["topk_allgather", "20mbit"]["dense_update"]
+
+
+@needs_network
+def test_a_small_benchmark_of_several_devices(tmp_path):
+    """What a host's devices send to each other is not on its link."""
+    path, names = tmp_path / "x.json", ["dense", "torus", "powersgd, rank 4", "topk_allgather", "hitopk"]
+    chosen = [option for name in names for option in ("--form", name)]
+    shape = ["--hosts", "2", "--devices", "2", "--size", str(N), "--repeats", "2"]
+    cli.main(["bench", "network", *shape, *chosen, "--json", str(path)])
+    figures = json.loads(path.read_text())
+    forms = {form["name"]: form for form in figures["forms"]}
+    assert list(forms) == names
+    # Each of a host's two devices sends half of the gradient to the other host.
+    assert 4 * N < forms["torus"]["bytes"] < 4.6 * N
+    # Each sends k / 2 elements, of 8 bytes.
+    assert 8 * 200 < forms["hitopk"]["bytes"] < 0.2 * forms["torus"]["bytes"]
+    assert "stated_bytes" not in forms["torus"]
 
 
 @needs_network
@@ -108,7 +126,8 @@ def test_reports_are_combined(tmp_path, capsys):
 
 def test_a_job_is_written_and_read():
     assert NetworkJob.read(JOB.written()) == JOB
-    given = argparse.Namespace(hosts=3, density=0.01, rates=["1gbit"], forms=None, size=N, repeats=2, json=None)
+    options = {"hosts": 3, "density": 0.01, "rates": ["1gbit"], "size": N, "repeats": 2, "devices": 1}
+    given = argparse.Namespace(**options, forms=None, json=None)
     names = ["dense", "oktopk", "gtopk"]
     assert NetworkJob.chosen(given, names, ["oktopk"]) == dataclasses.replace(JOB, rates=["1gbit"])
     given.forms = ["gtopk", "dense", "gtopk"]
@@ -177,7 +196,8 @@ def test_computation_alone_sends_nothing(form):
 def test_selection_alone():
     """Selection alone accumulates and selects, but delivers nothing."""
     tx = jsparse.topk_allgather(Alone(4), density=0.01)
-    selecting = Selecting(tx.synchroniser, [jnp.asarray(gradient) for gradient in gradients.worker_gradients(N, 0)])
+    mesh = Mesh(np.array(jax.devices()[:1]), ("workers",))
+    selecting = Selecting(tx.synchroniser, mesh, [jnp.asarray(grad) for grad in gradients.worker_gradients(N, 0)])
     for _ in range(2):
         selecting()
     np.testing.assert_allclose(selecting._state[0], sum(gradients.worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)

@@ -68,10 +68,20 @@ class NetworkJob(Job):
     Attributes:
       size: n.
       repeats: timed steps of each form.
+      devices: workers on each host.
     """
 
     size: int
     repeats: int
+    devices: int = 1
+
+    @property
+    def group(self) -> int:
+        """How many workers share the faster of two networks.
+
+        They are a host's devices. Where it has one, they are a pair of hosts.
+        """
+        return self.devices if self.devices > 1 else 2 - self.hosts % 2
 
 
 def add_job_options(parser: argparse.ArgumentParser, *, form: str) -> None:

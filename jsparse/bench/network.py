@@ -52,12 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, help="timed steps of each form (default 9; fewer for slow ones)"
     )
+    parser.add_argument(
+        "--devices", type=int, default=1, metavar="D", help="workers on each host, each with a gradient (default 1)"
+    )
     add_output_options(parser, plot="the times")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_at_least(args, size=1, repeats=1)
-    names = [*(form.name for form in FORMS), *TORCH_FORMS]
+    check_at_least(args, size=1, repeats=1, devices=1)
+    ours = [form.name for form in FORMS]
+    # A process of PyTorch is one worker.
+    names = ours if args.devices > 1 else [*ours, *TORCH_FORMS]
     job = NetworkJob.chosen(args, names, default=names)
     output(args, {**describe(job), "forms": measure(job)}, show, draw_times)
 
@@ -103,9 +108,10 @@ def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[s
             / bits_per_second(first["rate"]),
             "memory": first.get("memory"),
         }
-        if "stated_bytes" in first:  # PyTorch's forms state nothing, and have no parts.
+        if "stated_bytes" in first:
             result["stated_bytes"] = statistics.fmean(report["stated_bytes"] for report in told)
             result["least_bytes"], result["most_bytes"] = first["least_bytes"], first["most_bytes"]
+        if "computing_ms" in first:  # PyTorch's forms have no parts.
             computing = statistics.median(slowest(told, "computing_ms"))
             selection = statistics.median(slowest(told, "selection_ms")) if "selection_ms" in first else 0.0
             result["selection_ms"] = selection
@@ -120,13 +126,19 @@ def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[s
     return results
 
 
+def hosts(figures: dict[str, Any]) -> str:
+    """The hosts, in words."""
+    devices = figures["devices"]
+    return f"{figures['hosts']} hosts" + (f" of {devices} devices" if devices > 1 else "")
+
+
 def show(figures: dict[str, Any]) -> None:
     """Prints a table for every rate."""
     for rate in figures["rates"]:
         table = rich.table.Table(
             "form",
             *numbers("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"),
-            title=f"{figures['hosts']} hosts at {rate}, n = {figures['size']:,}, k = {figures['k']:,}; jax "
+            title=f"{hosts(figures)} at {rate}, n = {figures['size']:,}, k = {figures['k']:,}; jax "
             f"{figures['jax']}" + (f", torch {figures['torch']}" if figures["torch"] else ""),
             caption="ms: median time of a synchronisation and of its parts. over dense: times as fast as dense. floor: "
             "ms that the bytes alone take. MB: sent by a host as its interface counts them, and as jsparse states "
@@ -177,6 +189,6 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
             offset, side, color = (-3, "right", "white") if cut else (3, "left", "black")
             place = {"textcoords": "offset points", "ha": side, "va": "center"}
             axes.annotate(text, (min(end, limit), label), (offset, 0), color=color, fontsize="small", **place)
-        axes.set(xlim=(0, limit), xlabel="ms", title=f"{figures['hosts']} hosts at {rate}")
+        axes.set(xlim=(0, limit), xlabel="ms", title=f"{hosts(figures)} at {rate}")
     panels[0][-1].legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=80)

@@ -26,16 +26,18 @@ from .job import NetworkJob
 from .reports import ask_for_rate, tell
 from .timing import Meter
 
-AXES = ("pairs", "hosts")
+# The slower network, and the faster one inside a group of workers.
+AXES = ("groups", "workers")
 
 
 def main(text: str) -> None:
     job = NetworkJob.read(text)
     rank = int(os.environ["JSPARSE_RANK"])
+    jax.config.update("jax_num_cpu_devices", job.devices)
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
     worker = Worker(job, rank)
     for form in FORMS:
-        if form.name in job.forms and (job.hosts % 2 == 0 or not form.levels):
+        if form.name in job.forms and (job.group > 1 or not form.levels):
             worker.measure(form)
     jax.distributed.shutdown()
 
@@ -48,7 +50,7 @@ def agreement(mesh: Mesh, axis: str | tuple[str, ...]) -> Callable[[float], floa
     )
 
     def agree(number: float) -> float:
-        local = np.full(1, number, np.float32)
+        local = np.full(len(mesh.local_devices), number, np.float32)
         return float(largest(jax.make_array_from_process_local_data(along, local)).addressable_data(0)[0])
 
     return agree
@@ -59,21 +61,20 @@ class Worker:
 
     def __init__(self, job: NetworkJob, rank: int):
         self._job = job
-        devices = np.array(jax.devices())
-        pairs = 2 if job.hosts % 2 == 0 else 1
-        self._mesh = Mesh(devices.reshape(-1, pairs), AXES)
-        self._own = worker_gradients(job.size, rank)
+        self._mesh = Mesh(np.array(jax.devices()).reshape(-1, job.group), AXES)
+        # For each of this host's devices, its gradients.
+        self._own = [worker_gradients(job.size, rank * job.devices + device) for device in range(job.devices)]
         self._vectors = self._placed(self._own)
         self._meter = Meter(agreement(self._mesh, AXES))
 
-    def _placed(self, trees: list[Any]) -> list[Any]:
+    def _placed(self, own: list[Any]) -> list[Any]:
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(along, x), trees)
+        return jax.tree.map(lambda *each: jax.make_array_from_process_local_data(along, np.concatenate(each)), *own)
 
     def measure(self, form: Form) -> None:
         """Measures one form at every rate, and reports the figures."""
         job = self._job
-        grads = self._placed([in_leaves(grad) for grad in self._own]) if form.leaves else self._vectors
+        grads = self._placed([list(map(in_leaves, own)) for own in self._own]) if form.leaves else self._vectors
         tx = form.make(*(AXES if form.levels else (AXES,)), density=job.density)
         whole = Whole(tx, self._mesh, grads, dense_update=form.dense_update)
         parts = self._parts(form, tx, grads)
@@ -81,7 +82,9 @@ class Worker:
             ask_for_rate(rate)
             figures = self._meter.measure(whole, job.repeats)
             timed = whole.words[-len(figures["ms"]) :]
-            figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in timed]))
+            if job.devices == 1:  # Otherwise part of it does not leave the host.
+                figures |= {"least_bytes": whole.sends.least.bytes, "most_bytes": whole.sends.bytes}
+                figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in timed]))
             for name, program in parts.items():
                 figures[f"{name}_ms"] = self._meter.measure(program, job.repeats)["ms"]
             tell(
@@ -89,22 +92,21 @@ class Worker:
                 rate=rate,
                 dense_update=not whole.sparse,
                 memory=whole.memory,
-                least_bytes=whole.sends.least.bytes,
-                most_bytes=whole.sends.bytes,
                 **figures,
             )
 
     def _parts(self, form: Form, tx: SparseAllReduce, grads: list[Any]) -> dict[str, Callable[[], None]]:
         """Programs without the network: all computation, and accumulation with selection alone.
 
-        The second is for one vector.
+        The second is for forms that select from one vector, the whole gradient.
         """
         sizes = [number_of_workers(self._mesh, comm.axis) for comm in tx.synchroniser.levels]
         alone = tx.synchroniser.over(*map(Alone, sizes))
         whole = Whole(SparseAllReduce.of(alone), self._mesh, grads, dense_update=form.dense_update)
         programs: dict[str, Callable[[], None]] = {"computing": whole}
-        if not form.leaves and isinstance(alone, Composition) and alone.reducer.sparse:
-            programs["selection"] = Selecting(alone, [grad.addressable_data(0) for grad in grads])
+        whole_vector = not (form.leaves or form.levels)
+        if whole_vector and isinstance(alone, Composition) and alone.reducer.sparse:
+            programs["selection"] = Selecting(alone, self._mesh, grads)
         return programs
 
 
@@ -169,30 +171,37 @@ class Selecting:
     """Accumulation and selection alone: each call selects from the next gradient.
 
     Nothing is delivered, so the whole accumulated vector stays in the residual.
+
+    Args:
+      synchroniser: what selects.
+      mesh: the workers. Each selects for itself.
+      grads: the gradients, of all workers.
     """
 
-    def __init__(self, synchroniser: Any, grads: list[jax.Array]):
-        (bucket,) = synchroniser.space.buckets([jax.ShapeDtypeStruct(grads[0].shape, grads[0].dtype)])
+    def __init__(self, synchroniser: Any, mesh: Mesh, grads: list[jax.Array]):
+        (bucket,) = synchroniser.space.buckets([jax.typeof(grads[0].addressable_data(0))])
         layout, select = synchroniser.space.layout(bucket), synchroniser.reducer.select
 
-        def step(grad, residual, state, number):
+        def begin():
+            return jnp.zeros(layout.n), select.init(layout.n, jnp.float32), jnp.zeros(1, jnp.int32)
+
+        def step(grad, carried):
+            residual, state, number = carried
             # The condition is computed: with a constant one XLA adds in a slower way than in a
             # step.
-            pending = Pending(residual, [grad[: layout.n]], number >= 0, layout, float(jnp.finfo(layout.dtype).max))
-            acc, x, state = select.accumulate_and_select(pending, state, number, jnp.int32(0))
+            pending = Pending(residual, [grad[: layout.n]], number[0] >= 0, layout, float(jnp.finfo(layout.dtype).max))
+            acc, x, state = select.accumulate_and_select(pending, state, number[0], jnp.int32(0))
             # What was selected stays in the residual, too: nothing is delivered.
-            return acc, x, state
+            return (acc, state, number + 1), x
 
-        self._state = jnp.zeros(layout.n), select.init(layout.n, jnp.float32)
-        arguments = grads[0], *self._state, jnp.int32(0)
-        self._run = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile()
-        self._grads, self._number = itertools.cycle(grads), 0
+        along = PartitionSpec(mesh.axis_names)
+        run = jax.shard_map(step, mesh=mesh, in_specs=(along, along), out_specs=(along, along), check_vma=False)
+        self._state = jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=along, check_vma=False))()
+        self._run = jax.jit(run, donate_argnums=1).lower(grads[0], self._state).compile()
+        self._grads = itertools.cycle(grads)
 
     def __call__(self) -> None:
-        self._number += 1
-        residual, x, state = self._run(next(self._grads), *self._state, jnp.int32(self._number))
-        self._state = jax.block_until_ready((residual, state))
-        jax.block_until_ready(x)
+        self._state, _ = jax.block_until_ready(self._run(next(self._grads), self._state))
 
 
 if __name__ == "__main__":

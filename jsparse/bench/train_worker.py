@@ -112,7 +112,8 @@ class Trainer:
         local, grads = self._local_step(sgd)
         parts = {"computation": local}
         if tx.synchroniser.reducer.sparse:
-            parts["selection"] = Selecting(tx.synchroniser, grads)
+            here = Mesh(np.array(jax.local_devices()), (AXIS,))
+            parts["selection"] = Selecting(tx.synchroniser, here, grads)
         alone = {f"{name}_ms": time_steps(part, self._agree, job.repeats) for name, part in parts.items()}
         for number, rate in enumerate(job.rates, done):
             ask_for_rate(rate)
