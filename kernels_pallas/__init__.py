@@ -6,17 +6,18 @@ from ._varying import varying_as, varying_axes
 from .accumulate_and_select import accumulate_and_select
 from .add_sparse import add_sparse
 from .count_above_many import count_above_many
-from .kth_magnitude import estimate_kth_magnitude, kth_magnitude
+from .kth_magnitude import estimate_kth_magnitude, kth_magnitude, sample_places
 from .magnitude_statistics import MagnitudeStatistics, magnitude_statistics
 from .norms import norms
 from .select_above import count_above, reaches, select_above
 from .select_block_top_k import select_block_top_k
 from .select_ms_top_k import select_ms_top_k
 from .select_stochastic import select_stochastic
-from .select_top_k import select_top_k
+from .select_top_k import Marked, select_top_k, top_k_bound, top_k_sample
 
 __all__ = [
     "MagnitudeStatistics",
+    "Marked",
     "accumulate_and_select",
     "add_sparse",
     "bitmap",
@@ -29,11 +30,14 @@ __all__ = [
     "magnitude_statistics",
     "norms",
     "reaches",
+    "sample_places",
     "select_above",
     "select_block_top_k",
     "select_ms_top_k",
     "select_stochastic",
     "select_top_k",
+    "top_k_bound",
+    "top_k_sample",
     "using",
     "varying_as",
     "varying_axes",

@@ -16,7 +16,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 WORD = 32
-STRETCH = 64 * WORD
+SQUARE = WORD * WORD
+STRETCH = 2 * SQUARE
 # How many words are counted together where members are ranked and listed: the four counts, each of
 # at most 32, are the bytes of one word.
 GROUP = 4
@@ -35,10 +36,29 @@ def pack(mask: jax.Array) -> jax.Array:
     Array([5], dtype=uint32)
     """
     columns, tail = _columns(mask)
+    return _of_columns(columns, tail)
+
+
+def of_squares(columns: jax.Array, tail: jax.Array) -> jax.Array:
+    """The bitmap of a mask that was packed square by square.
+
+    Args:
+      columns: what :func:`pack_squares` makes of the mask's squares, in order.
+      tail: booleans: the mask after the last square.
+    """
+    return _of_columns(columns, _pack_rows(tail))
+
+
+def _of_columns(columns: jax.Array, tail: jax.Array) -> jax.Array:
     # Each word holds a column of a square, so its bits form the transposed square. The columns of
     # that are the rows of the mask.
-    words = _pack_columns((columns[:, :, None] & _bits()[None, None]) != 0).reshape(-1)
+    words = pack_squares((columns[:, :, None] & _bits()[None, None]) != 0).reshape(-1)
     return jnp.concatenate([words, tail]) if tail.shape[0] else words
+
+
+def _pack_rows(mask: jax.Array) -> jax.Array:
+    rows = jnp.pad(mask, (0, -mask.shape[0] % WORD)).reshape(-1, WORD)
+    return jnp.sum(jnp.where(rows, _bits(), jnp.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
 def _columns(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,13 +72,11 @@ def _columns(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
       the words of the elements after the last square.
     """
     whole = mask.shape[0] // STRETCH * STRETCH
-    rest = jnp.pad(mask[whole:], (0, (whole - mask.shape[0]) % WORD)).reshape(-1, WORD)
-    tail = jnp.sum(jnp.where(rest, _bits(), jnp.uint32(0)), axis=1, dtype=jnp.uint32)
-    return _pack_columns(mask[:whole].reshape(-1, WORD, WORD)), tail
+    return pack_squares(mask[:whole].reshape(-1, WORD, WORD)), _pack_rows(mask[whole:])
 
 
-def _pack_columns(squares: jax.Array) -> jax.Array:
-    """Packs each column of each square into a word.
+def pack_squares(squares: jax.Array) -> jax.Array:
+    """Packs each column of each square into a word, from shape ``(m, 32, 32)`` to ``(m, 32)``.
 
     On a CPU, XLA vectorizes this sum over columns three times better than a sum over rows.
     """

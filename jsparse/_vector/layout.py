@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from kernels_pallas import varying_as
+from kernels_pallas import bitmap, reaches, sample_places, varying_as
 
 from .sparse_vector import Leaf, SparseVector, first_from, to_dense
 
 # How many elements of a sparse vector are added to a leaf at a time.
 CHUNK = 1024
+# How many elements of a long leaf are added and marked at a time: as many as a core's cache holds.
+PIECE = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +88,7 @@ class Layout:
         This is in place if the vector may be overwritten. The result is clipped to magnitudes of
         at most ``limit``.
         """
-        # XLA:CPU updates a slice in place only if it reads the slice at the same index, and only
-        # if that index is not a constant. With constant indices it goes over the whole vector for
-        # every leaf, which takes a thousand times as long for all leaves.
-        zero = jnp.minimum(keep.astype(jnp.int32), 0)
+        zero = _zero(keep)
         parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in leaves]
         if len(parts) == 1 and not isinstance(parts[0], SparseVector):
             # A window over the whole vector would be the sum itself. XLA would compute it again
@@ -101,11 +101,114 @@ class Layout:
                 sums = vector.at[places].get(mode="fill", fill_value=0) + x.values.astype(self.dtype)
                 vector = vector.at[places].set(jnp.clip(sums, -limit, limit), mode="drop")
                 continue
-            window = lax.dynamic_slice(vector, (begin + zero,), (part.size,))
-            window += jnp.where(keep, part.astype(self.dtype), 0)
-            window = jnp.clip(window, -limit, limit)
-            vector = lax.dynamic_update_slice(vector, window, (begin + zero,))
+            vector = self._add_window(vector, part, begin + zero, keep, limit)
         return vector
+
+    def _add_window(
+        self, vector: jax.Array, part: jax.Array, begin: jax.Array, keep: jax.Array, limit: float
+    ) -> jax.Array:
+        window = lax.dynamic_slice(vector, (begin,), (part.size,))
+        return lax.dynamic_update_slice(vector, self._sum(window, part, keep, limit), (begin,))
+
+    def _sum(self, window: jax.Array, part: jax.Array, keep: jax.Array, limit: float) -> jax.Array:
+        return jnp.clip(window + jnp.where(keep, part.astype(self.dtype), 0), -limit, limit)
+
+    def has_long_leaves(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether most elements are in the pieces of long leaves, and no leaf is sparse."""
+        if any(isinstance(leaf, SparseVector) for leaf in leaves):
+            return False
+        return sum(end - begin for begin, end in self._pieces()) > self.n // 2
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """The longest window of each leaf that consists of pieces, and of squares of a bitmap.
+
+        The windows of leaves with less than two pieces are left out.
+        """
+        windows = []
+        for begin, end in itertools.pairwise(self.offsets):
+            first = -(-begin // bitmap.SQUARE) * bitmap.SQUARE
+            count = max(end - first, 0) // PIECE
+            if count > 1:
+                windows.append((first, first + count * PIECE))
+        return windows
+
+    def add_sample(
+        self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float, size: int
+    ) -> jax.Array:
+        """What :meth:`add_leaves` gives at ``size`` places, without the rest.
+
+        The places are those of ``kernels_pallas.sample_places``.
+        """
+        places = sample_places(lax.iota(jnp.uint32, size), self.n, size).astype(jnp.int32)
+        at = sample_places(np.arange(size, dtype=np.uint32), self.n, size)
+        edges = np.searchsorted(at, self.offsets)
+        parts = [
+            leaf.reshape(-1)[places[begin:end] - offset].astype(self.dtype)
+            for leaf, offset, (begin, end) in zip(leaves, self.offsets, itertools.pairwise(edges), strict=False)
+            if begin < end
+        ]
+        return self._sum(vector[places], jnp.concatenate(parts), keep, limit)
+
+    def add_and_mark(
+        self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float, threshold: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds as :meth:`add_leaves`, and finds which elements of the sum reach a threshold.
+
+        A long leaf is added in pieces. Each is marked while it is still in the core's cache, so
+        that the sum is not read from memory again.
+
+        Returns:
+          The sum; and the bitmap of the elements that reach the threshold.
+        """
+        # It depends on the threshold, so XLA computes first what that depends on. Only then can it
+        # overwrite the vector in place.
+        zero = _zero(threshold >= 0)
+        windows = self._pieces()
+        columns = varying_as(jnp.zeros((self.n // bitmap.SQUARE, bitmap.WORD), jnp.uint32), vector)
+        carry = vector, columns
+        for leaf, (begin, end) in zip(leaves, itertools.pairwise(self.offsets), strict=True):
+            part = leaf.reshape(-1)
+            first, last = next(((b, e) for b, e in windows if begin <= b < end), (end, end))
+            for b, e in ((begin, first), (last, end)):
+                if b < e:
+                    carry = self._add_window(carry[0], part[b - begin : e - begin], b + zero, keep, limit), carry[1]
+            if first < last:
+                carry = self._add_pieces(carry, part, begin, range(first, last, PIECE), keep, limit, threshold)
+        vector, columns = carry
+        # The squares between the windows.
+        whole = columns.shape[0] * bitmap.SQUARE
+        for b, e in zip([0, *(end for _, end in windows)], [*(begin for begin, _ in windows), whole], strict=True):
+            if b < e:
+                columns = _mark(columns, vector[b:e], b + zero, threshold)
+        return vector, bitmap.of_squares(columns, reaches(vector[whole:], threshold))
+
+    def _add_pieces(
+        self,
+        carry: tuple[jax.Array, jax.Array],
+        part: jax.Array,
+        offset: int,
+        begins: range,
+        keep: jax.Array,
+        limit: float,
+        threshold: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds pieces of a leaf, and marks them.
+
+        Args:
+          carry: the vector, and the columns of its bitmap's squares.
+          part: the leaf.
+          offset: where the leaf begins in the vector.
+          begins: where its pieces begin in the vector.
+        """
+
+        def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            vector, columns = carry
+            here = begins.start + i * PIECE
+            piece = lax.dynamic_slice(part, (here - offset,), (PIECE,))
+            vector = self._add_window(vector, piece, here, keep, limit)
+            return vector, _mark(columns, lax.dynamic_slice(vector, (here,), (PIECE,)), here, threshold)
+
+        return lax.fori_loop(0, len(begins), add, carry)
 
     def add_sparse(self, leaves: Sequence[jax.Array], x: SparseVector) -> list[jax.Array]:
         """Adds each element of a sparse vector to the leaf that holds its index.
@@ -138,3 +241,19 @@ class Layout:
         return [
             add(leaf, edges[i], edges[i + 1], self.offsets[i]) if leaf.size else leaf for i, leaf in enumerate(leaves)
         ]
+
+
+def _mark(columns: jax.Array, part: jax.Array, begin: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Packs which elements of a part reach a threshold. The part begins at a square."""
+    squares = bitmap.pack_squares(reaches(part, threshold).reshape(-1, bitmap.WORD, bitmap.WORD))
+    return lax.dynamic_update_slice(columns, squares, (begin // bitmap.SQUARE, 0))
+
+
+def _zero(true: jax.Array) -> jax.Array:
+    """A zero that XLA does not know to be constant, from any boolean.
+
+    XLA:CPU updates a slice in place only if it reads the slice at the same index, and only if that
+    index is not a constant. With constant indices it goes over the whole vector for every leaf,
+    which takes a thousand times as long for all leaves.
+    """
+    return jnp.minimum(true.astype(jnp.int32), 0)

@@ -38,6 +38,20 @@ class Pending:
             return jnp.where(self.keep, self.layout.ravel(self.parts), 0)
         return self.layout.add_leaves(self.vector, self.parts, self.keep, self.limit)
 
+    def worth_marking(self) -> bool:
+        """Whether :meth:`add_up_and_mark` is faster than :meth:`add_up` and a pass over the sum."""
+        return self.vector is not None and self.layout.has_long_leaves(self.parts)
+
+    def sample(self, size: int) -> jax.Array:
+        """The sum at ``kernels_pallas.sample_places``, shape ``(size,)``."""
+        assert self.vector is not None
+        return self.layout.add_sample(self.vector, self.parts, self.keep, self.limit, size)
+
+    def add_up_and_mark(self, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sum, and the bitmap of its elements that reach a threshold, in one pass."""
+        assert self.vector is not None
+        return self.layout.add_and_mark(self.vector, self.parts, self.keep, self.limit, threshold)
+
     def run(self) -> SparseVector | None:
         """The sum as one run, where nothing was kept and a part is sparse; else None."""
         if self.vector is not None or not any(isinstance(part, SparseVector) for part in self.parts):

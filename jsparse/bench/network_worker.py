@@ -20,6 +20,7 @@ from .._train.workers import number_of_workers
 from .._vector.pending import Pending
 from .._vector.sparse_vector import SparseVector
 from .alone import Alone
+from .compiler import Compiler
 from .forms import FORMS, Form
 from .gradients import in_leaves, worker_gradients
 from .job import NetworkJob
@@ -66,6 +67,7 @@ class Worker:
         self._own = [worker_gradients(job.size, rank * job.devices + device) for device in range(job.devices)]
         self._vectors = self._placed(self._own)
         self._meter = Meter(agreement(self._mesh, AXES))
+        self._compiler = Compiler(rank, job.hosts)
 
     def _placed(self, own: list[Any]) -> list[Any]:
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
@@ -78,6 +80,10 @@ class Worker:
         tx = form.make(*(AXES if form.levels else (AXES,)), density=job.density)
         whole = Whole(tx, self._mesh, grads, dense_update=form.dense_update)
         parts = self._parts(form, tx, grads)
+        programs = [whole, *parts.values()]
+        compiled = self._compiler.compile([program.lowered for program in programs])
+        for program, run in zip(programs, compiled, strict=True):
+            program.run = run
         for rate in job.rates:
             ask_for_rate(rate)
             figures = self._meter.measure(whole, job.repeats)
@@ -95,7 +101,7 @@ class Worker:
                 **figures,
             )
 
-    def _parts(self, form: Form, tx: SparseAllReduce, grads: list[Any]) -> dict[str, Callable[[], None]]:
+    def _parts(self, form: Form, tx: SparseAllReduce, grads: list[Any]) -> "dict[str, Whole | Selecting]":
         """Programs without the network: all computation, and accumulation with selection alone.
 
         The second is for forms that select from one vector, the whole gradient.
@@ -103,7 +109,7 @@ class Worker:
         sizes = [number_of_workers(self._mesh, comm.axis) for comm in tx.synchroniser.levels]
         alone = tx.synchroniser.over(*map(Alone, sizes))
         whole = Whole(SparseAllReduce.of(alone), self._mesh, grads, dense_update=form.dense_update)
-        programs: dict[str, Callable[[], None]] = {"computing": whole}
+        programs: dict[str, Whole | Selecting] = {"computing": whole}
         whole_vector = not (form.leaves or form.levels)
         if whole_vector and isinstance(alone, Composition) and alone.reducer.sparse:
             programs["selection"] = Selecting(alone, self._mesh, grads)
@@ -132,11 +138,14 @@ class Whole:
     """Whole synchronisations: each call synchronises the next gradient.
 
     Attributes:
+      lowered: the program, to be compiled.
+      run: the program, compiled. To be set before a call.
       sends: what one synchronisation can send, at least and at most.
       words: the words that each synchronisation reports as sent.
-      memory: temporary memory, over the gradient's own; None where XLA does not tell.
       sparse: whether the mean stays sparse.
     """
+
+    run: jax.stages.Compiled
 
     def __init__(self, tx: SparseAllReduce, mesh: Mesh, grads: list[Any], *, dense_update: bool):
         along, everywhere = PartitionSpec(AXES), PartitionSpec()
@@ -154,16 +163,20 @@ class Whole:
         self._state: Any = jax.jit(begin)()
         run = jax.jit(step, donate_argnums=1)
         self.sends = traffic(run, grads[0], self._state)
-        lowered = run.lower(grads[0], self._state)
-        self._run = lowered.compile()
+        self.lowered = run.lower(grads[0], self._state)
+        self._n = n
         self._grads = itertools.cycle(grads)
         self.words: list[Any] = []
-        self.sparse = isinstance(lowered.out_info[1], SparseVector)
-        memory = self._run.memory_analysis()
-        self.memory = memory.temp_size_in_bytes / (4 * n) if memory else None
+        self.sparse = isinstance(self.lowered.out_info[1], SparseVector)
+
+    @property
+    def memory(self) -> float | None:
+        """Temporary memory, over the gradient's own; None where XLA does not tell."""
+        memory = self.run.memory_analysis()
+        return memory.temp_size_in_bytes / (4 * self._n) if memory else None
 
     def __call__(self) -> None:
-        self._state, _ = jax.block_until_ready(self._run(next(self._grads), self._state))
+        self._state, _ = jax.block_until_ready(self.run(next(self._grads), self._state))
         self.words.append(self._state.report.words.addressable_data(0)[0])
 
 
@@ -176,7 +189,12 @@ class Selecting:
       synchroniser: what selects.
       mesh: the workers. Each selects for itself.
       grads: the gradients, of all workers.
+
+    Attributes:
+      lowered, run: as of :class:`Whole`.
     """
+
+    run: jax.stages.Compiled
 
     def __init__(self, synchroniser: Any, mesh: Mesh, grads: list[jax.Array]):
         (bucket,) = synchroniser.space.buckets([jax.typeof(grads[0].addressable_data(0))])
@@ -197,11 +215,11 @@ class Selecting:
         along = PartitionSpec(mesh.axis_names)
         run = jax.shard_map(step, mesh=mesh, in_specs=(along, along), out_specs=(along, along), check_vma=False)
         self._state = jax.jit(jax.shard_map(begin, mesh=mesh, in_specs=(), out_specs=along, check_vma=False))()
-        self._run = jax.jit(run, donate_argnums=1).lower(grads[0], self._state).compile()
+        self.lowered = jax.jit(run, donate_argnums=1).lower(grads[0], self._state)
         self._grads = itertools.cycle(grads)
 
     def __call__(self) -> None:
-        self._state, _ = jax.block_until_ready(self._run(next(self._grads), self._state))
+        self._state, _ = jax.block_until_ready(self.run(next(self._grads), self._state))
 
 
 if __name__ == "__main__":

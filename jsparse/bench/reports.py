@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .command import progress_bar
+from .compiler import FOLDER
 from .hosts import Network
 from .job import Job
 
@@ -53,6 +54,7 @@ def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[
         Network(job.hosts, job.rates[0]) as network,
         progress_bar() as progress,
         tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryDirectory() as folder,
     ):
         task = progress.add_task("starting", total=total)
 
@@ -71,7 +73,7 @@ def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[
 
         for module in modules:
             command = [sys.executable, "-m", module, job.written()]
-            if any(network.run(command, hear, stdin=subprocess.PIPE, stderr=errors)):
+            if any(network.run(command, hear, stdin=subprocess.PIPE, stderr=errors, env={FOLDER: folder})):
                 errors.seek(0)
                 raise ValueError("a worker failed:\n" + "\n".join(errors.read().splitlines()[-30:]))
     return reports

@@ -10,6 +10,7 @@ from .. import _check
 from .._implementation import choose
 from .._varying import alike
 from . import xla
+from .xla import sample_places as sample_places
 
 
 def kth_magnitude(x: jax.Array, k: int, *, implementation: str | None = None) -> jax.Array:

@@ -10,10 +10,11 @@ whole vector.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -84,16 +85,49 @@ def superset_capacity(n: int, k: int) -> int | None:
     return capacity if capacity <= n // 4 else None
 
 
-def superset(x: jax.Array, k: int, capacity: int, primitives: Primitives) -> tuple[jax.Array, jax.Array, jax.Array]:
+class Marked(NamedTuple):
+    """A threshold, and which elements of a vector reach it.
+
+    Attributes:
+      threshold: a scalar.
+      words: a bitmap.
+    """
+
+    threshold: jax.Array
+    words: jax.Array
+
+
+def lower_bound(sampled: jax.Array, n: int, k: int, primitives: Primitives = PLAIN) -> jax.Array:
+    """A magnitude that is likely below the k-th largest of ``n``, and above that of a superset.
+
+    Args:
+      sampled: from :func:`sample`, of ``SAMPLE`` elements.
+      n, k: as of the whole vector.
+    """
+    expected = k / n * SAMPLE
+    return primitives.search(sampled, math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
+
+
+def superset(
+    x: jax.Array, k: int, capacity: int, primitives: Primitives, marked: Marked | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The elements at or above a lower bound of the k-th magnitude, which comes from a sample.
+
+    Args:
+      x, k, primitives: as of :func:`in_superset`.
+      capacity: from :func:`superset_capacity`.
+      marked: the lower bound, and what reaches it, for a caller that already has them.
 
     Returns:
       ``(values, indices, holds)``: shapes ``(capacity,)``, ``(capacity,)`` and ``()``. ``holds``
       is true if these elements include the ``k`` largest, or all non-zero elements.
     """
-    expected = k / x.shape[0] * SAMPLE
-    lower = primitives.search(sample(x, SAMPLE), math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
-    values, indices, count = primitives.compact(x, lower, capacity)
+    if marked is None:
+        lower = lower_bound(sample(x, SAMPLE), x.shape[0], k, primitives)
+        values, indices, count = primitives.compact(x, lower, capacity)
+    else:
+        lower = marked.threshold
+        values, indices, count = take(x, marked.words, capacity)
     return values, indices, (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
 
 
@@ -102,6 +136,7 @@ def in_superset(
     k: int,
     choose: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
     primitives: Primitives = PLAIN,
+    marked: Marked | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Applies ``choose`` to a superset of the k largest elements, or to all of ``x``.
 
@@ -114,6 +149,7 @@ def in_superset(
       choose: computes ``(values, indices, count)`` of a vector. It may select only from the k
         largest elements, and from elements that are in every such superset.
       primitives: the parts that depend on the device.
+      marked: as of :func:`superset`.
 
     Returns:
       ``(values, indices, count)``, with the indices of elements in ``x``.
@@ -121,7 +157,7 @@ def in_superset(
     capacity = superset_capacity(x.shape[0], k)
     if capacity is None:
         return choose(x)
-    values, indices, holds = superset(x, k, capacity, primitives)
+    values, indices, holds = superset(x, k, capacity, primitives, marked)
 
     def of_superset():
         kept, places, count = choose(values)
@@ -135,9 +171,21 @@ def sample(x: jax.Array, size: int) -> jax.Array:
 
     The places within the segments follow no period.
     """
-    length, longer = divmod(x.shape[0], size)
-    stretch = lax.iota(jnp.uint32, size)
-    begin = stretch * jnp.uint32(length) + jnp.minimum(stretch, jnp.uint32(longer))
+    return x[sample_places(lax.iota(jnp.uint32, size), x.shape[0], size).astype(jnp.int32)]
+
+
+def sample_places(segments: Any, n: int, size: int) -> Any:
+    """The places in a vector of ``n`` elements that :func:`sample` takes.
+
+    Args:
+      segments: uint32, numbers of segments: an array of JAX or of NumPy.
+      n: the length of the vector.
+      size: the number of all segments.
+
+    Returns:
+      uint32, of the same shape. They ascend with the segments.
+    """
+    length, longer = divmod(n, size)
+    begin = segments * np.uint32(length) + segments.clip(max=np.uint32(longer))
     # The high bits of Knuth's multiplicative hash (golden ratio).
-    place = ((stretch * jnp.uint32(2654435769)) >> 8) % jnp.uint32(length)
-    return x[(begin + place).astype(jnp.int32)]
+    return begin + ((segments * np.uint32(2654435769)) >> np.uint32(8)) % np.uint32(length)

@@ -6,10 +6,13 @@ import jax
 
 from .. import _check
 from .._implementation import choose
+from ..kth_magnitude.xla import SAMPLE, Marked, lower_bound, superset_capacity
 from . import xla
 
 
-def select_top_k(x: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def select_top_k(
+    x: jax.Array, k: int, *, marked: Marked | None = None, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Selects the ``k`` elements of largest magnitude, in ascending order of index.
 
     For most inputs it reads ``x`` once. Among elements equal to the k-th magnitude it takes those
@@ -19,6 +22,9 @@ def select_top_k(x: jax.Array, k: int, *, implementation: str | None = None) -> 
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
+      marked: the threshold of :func:`top_k_bound` and the bitmap of the elements of ``x`` that reach
+        it, for a caller that found them while it computed ``x``. This saves a pass over ``x``. The
+        result is the same.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
         (see :func:`kernels_pallas.using`).
 
@@ -37,7 +43,7 @@ def select_top_k(x: jax.Array, k: int, *, implementation: str | None = None) -> 
     """
     x = _check.vector(x)
     _check.positive("k", k)
-    algorithm = functools.partial(xla.select_top_k, k=k)
+    algorithm = functools.partial(xla.select_top_k, k=k, marked=marked)
 
     def on_gpu(x, *, interpret=False):
         from ..kth_magnitude import triton  # Imports Pallas, which takes a while.
@@ -45,3 +51,23 @@ def select_top_k(x: jax.Array, k: int, *, implementation: str | None = None) -> 
         return algorithm(x, primitives=triton.primitives(interpret))
 
     return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x)
+
+
+def top_k_sample(n: int, k: int) -> int | None:
+    """How many elements :func:`top_k_bound` needs, or None if a bound would be of no use.
+
+    It is of no use where ``n`` is small, or ``k`` near ``n``: all elements are searched then.
+    """
+    return None if k >= n or superset_capacity(n, k) is None else SAMPLE
+
+
+def top_k_bound(sampled: jax.Array, n: int, k: int) -> jax.Array:
+    """A threshold that the k largest of ``n`` elements reach, and few others: a scalar.
+
+    It is an estimate. :func:`select_top_k` checks it, and does without it if it does not hold.
+
+    Args:
+      sampled: the elements at :func:`sample_places`, as many as :func:`top_k_sample` says.
+      n, k: the length of the whole vector, and how many elements will be selected.
+    """
+    return lower_bound(sampled, n, k)
