@@ -39,7 +39,7 @@ class Pending:
         return self.layout.add_leaves(self.vector, self.parts, self.keep, self.limit)
 
     def worth_marking(self) -> bool:
-        """Whether :meth:`add_up_and_mark` is faster than :meth:`add_up` and a pass over the sum."""
+        """Whether :meth:`add_up_and_mark` is faster than :meth:`add_up` and a later pass."""
         return self.vector is not None and self.layout.has_long_leaves(self.parts)
 
     def sample(self, size: int) -> jax.Array:

@@ -199,13 +199,24 @@ class SparseVector:
           A vector with buffers of shape ``(*begin.shape, capacity)``.
         """
         if begin.ndim:
-            return jax.vmap(lambda b, l: self.window(b, l, capacity, start, limit))(begin, length)
+
+            def one(stretch: tuple[jax.Array, jax.Array]) -> SparseVector:
+                return self.window(*stretch, capacity, start, limit)
+
+            # A CPU copies slices one after the other faster than a gather of them all.
+            return lax.platform_dependent((begin, length), cpu=functools.partial(lax.map, one), default=jax.vmap(one))
         limit = capacity if limit is None else limit
         wrapped, gap = bitmap.circle(length, limit, start)
         place = lax.iota(jnp.int32, capacity)
         taken = place < jnp.minimum(length, limit)
-        place = place + begin + jnp.where(place < wrapped, 0, gap)
-        return SparseVector(self.values[place], self.indices[place], self.n).where(taken)
+
+        def take(buffer: jax.Array) -> jax.Array:
+            # Two slices, which are copied faster than as many single elements.
+            wide = jnp.pad(buffer, (0, capacity))
+            first, second = (lax.dynamic_slice(wide, (b,), (capacity,)) for b in (begin, begin + gap))
+            return jnp.where(place < wrapped, first, second)
+
+        return SparseVector(take(self.values), take(self.indices), self.n).where(taken)
 
     def resize(self, capacity: int) -> "SparseVector":
         """The same vector in buffers of another length.

@@ -22,9 +22,9 @@ def select_top_k(
     Args:
       x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
       k: static, at least 1.
-      marked: the threshold of :func:`top_k_bound` and the bitmap of the elements of ``x`` that reach
-        it, for a caller that found them while it computed ``x``. This saves a pass over ``x``. The
-        result is the same.
+      marked: the threshold of :func:`top_k_bound` and the bitmap of the elements of ``x`` that
+        reach it, for a caller that found them while it computed ``x``. This saves a pass over
+        ``x``. The result is the same.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``; with None the operation chooses
         (see :func:`kernels_pallas.using`).
 
