@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ import scenarios
 import transports
 from algorithms import DENSITY, QUICK, ROWS, Row, case, some
 from jsparse import cost
+from jsparse._engine.agreement import not_finite
 from tiers import quick
 from transports import N
 
@@ -266,6 +268,24 @@ def test_it_selects(row: Row, size: int):
         assert (np.asarray(report.updated) <= most).all()
         if row.keeps:
             assert (np.asarray(report.delivered)[:, 0] >= np.count_nonzero(step.acc != step.residual, axis=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(1,), (33, 5), (100_003,), (64, 3, 3, 64)])
+def test_not_finite_is_told_from_huge(shape: tuple[int, ...], dtype):
+    """Sums of finite elements may be infinite, and infinities may cancel."""
+    small = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    huge = np.full(shape, jnp.finfo(dtype).max, dtype)
+    told = jax.jit(lambda *leaves: not_finite(leaves))
+    assert not told(small, huge)
+    for base in (small, huge, -huge):
+        for bad in (np.inf, -np.inf, np.nan):
+            for place in {0, base.size // 2, base.size - 1}:
+                x = base.copy()
+                x.reshape(-1)[place] = bad
+                assert told(x, small)
+                x.reshape(-1)[(place + 1) % base.size] = -bad
+                assert told(small, x)
 
 
 @pytest.mark.parametrize("row, size", CASES)

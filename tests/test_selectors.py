@@ -12,6 +12,9 @@ import pytest
 import jsparse
 import oracles
 from examples import train
+from jsparse._vector import layout
+from jsparse._vector.layout import Layout
+from jsparse._vector.pending import Pending
 from jsparse._vector.random import key_of, uniform
 from jsparse.select import (
     BlockTopK,
@@ -28,6 +31,7 @@ from jsparse.select import (
     StochasticTopK,
     TopK,
 )
+from kernels_pallas import bitmap, reaches, sample_places
 from tiers import quick
 
 N = 40_000
@@ -196,6 +200,64 @@ def test_random_k_is_uniform(density: float, shared: bool):
 def test_random_elements_are_the_same_on_all_workers_by_default():
     ones = np.ones(N, np.float32)
     np.testing.assert_array_equal(at_steps(RandomK(DENSITY), ones, 3), at_steps(RandomK(DENSITY), ones, 3, rank=1))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(9000,)],
+        [(5, 4096)],  # Pieces and squares end where the leaf does.
+        [(3,), (4, 33, 50), (7000,), (1,), (90, 90), (0,), (2, 3000)],
+        [(100,), (9001,), (100,)],
+    ],
+)
+def test_a_vector_is_marked_while_it_is_added_up(shapes, keep: bool, monkeypatch):
+    monkeypatch.setattr(layout, "PIECE", 2048)
+    rng, types = np.random.default_rng(0), (jnp.float32, jnp.bfloat16)
+    leaves = [jnp.asarray(rng.standard_normal(shape), types[i % 2]) for i, shape in enumerate(shapes)]
+    places = Layout.of(leaves)
+    vector = jnp.asarray(rng.standard_normal(places.n), jnp.float32)
+    pending = Pending(vector, leaves, jnp.bool_(keep), places, limit=3.0)
+    assert pending.worth_marking()
+    want = pending.add_up()
+    acc, words = jax.jit(Pending.add_up_and_mark)(pending, jnp.float32(1.7))
+    np.testing.assert_array_equal(acc, want)
+    np.testing.assert_array_equal(words, bitmap.pack(reaches(want, 1.7)))
+    sampled = sample_places(np.arange(257, dtype=np.uint32), places.n, 257)
+    np.testing.assert_array_equal(pending.sample(257), want[sampled])
+
+
+def sums(kind: str, n: int) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal(n).astype(np.float32)
+    match kind:
+        case "ties":
+            return np.round(x)
+        case "few":  # Fewer than k elements.
+            return np.where(np.arange(n) % 1000 == 0, x, 0)
+        case "unseen":  # The sample sees none of the large elements, so the bound does not hold.
+            seen = np.zeros(n, bool)
+            seen[sample_places(np.arange(65536, dtype=np.uint32), n, 65536)] = True
+            return np.where(seen, 1e-3 * x, x)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "few", "unseen"])
+def test_top_k_of_what_is_marked_while_it_is_added_up(kind: str):
+    n = 600_001
+    want = jnp.asarray(sums(kind, n))
+    places = Layout.of([jnp.zeros(n - 1000), jnp.zeros((10, 100))])
+    # Halves of floats are exact, as is their sum.
+    leaves = [part / 2 for part in places.windows(want)]
+    pending = Pending(want / 2, leaves, jnp.bool_(True), places)
+    assert pending.worth_marking()
+    select = TopK(DENSITY)
+    state, rank = select.init(n, jnp.float32), jnp.int32(0)
+    acc, x, told = jax.jit(select.accumulate_and_select)(pending, state, rank, rank)
+    expected, report = jax.jit(select)(want, state, rank, rank)
+    np.testing.assert_array_equal(acc, want)
+    jax.tree.map(np.testing.assert_array_equal, (x, told), (expected, report))
 
 
 def test_random_k_drops_zeros():
