@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .layout import Layout
-from .sparse_vector import Leaf, SparseVector
+from .sparse_vector import Leaf, SparseVector, to_dense
 
 
 @jax.tree_util.register_dataclass
@@ -45,12 +45,15 @@ class Pending:
     def sample(self, size: int) -> jax.Array:
         """The sum at ``kernels_pallas.sample_places``, shape ``(size,)``."""
         assert self.vector is not None
-        return self.layout.add_sample(self.vector, self.parts, self.keep, self.limit, size)
+        return self.layout.add_sample(self.vector, self._arrays(), self.keep, self.limit, size)
 
     def add_up_and_mark(self, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum, and the bitmap of its elements that reach a threshold, in one pass."""
         assert self.vector is not None
-        return self.layout.add_and_mark(self.vector, self.parts, self.keep, self.limit, threshold)
+        return self.layout.add_and_mark(self.vector, self._arrays(), self.keep, self.limit, threshold)
+
+    def _arrays(self) -> list[jax.Array]:
+        return [to_dense(part) for part in self.parts]
 
     def run(self) -> SparseVector | None:
         """The sum as one run, where nothing was kept and a part is sparse; else None."""
