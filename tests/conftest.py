@@ -3,9 +3,10 @@ them is run.
 
 ``make test`` runs the quick tests, ``make test-rest`` the others, ``make test-all`` both: see
 ``tiers.py``. Tests that are marked ``slow`` take minutes: they are of the rest, and skipped
-without ``--slow``.
+without ``--slow``. ``--share 2/3`` runs the second of three shares.
 """
 
+import argparse
 import gc
 import itertools
 import os
@@ -16,7 +17,7 @@ import jax
 import pytest
 
 import processes
-from tiers import TIER_OF, TIERS, chosen, tier
+from tiers import TIER_OF, TIERS, chosen, row_of, tier
 
 # Most of the suite's time is compilation: cheap machine code will do, unless asked otherwise.
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -52,6 +53,14 @@ def pytest_addoption(parser):
         default="quick",
         help="which tests to run: quick ones (the default), the rest, or all",
     )
+    parser.addoption("--share", type=share, default=(1, 1), help="which share of them to run: 2/3 is the second of 3")
+
+
+def share(text: str) -> tuple[int, int]:
+    number, _, shares = text.partition("/")
+    if not (number.isdigit() and shares.isdigit() and 1 <= int(number) <= int(shares)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be like 2/3, the second of 3")
+    return int(number), int(shares)
 
 
 def pytest_configure(config):
@@ -68,7 +77,7 @@ def pytest_report_header(config):
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the tests of the tier that is run."""
     config.stash[TIER_OF] = {item.nodeid: tier(item) for item in items}
-    left = chosen(items, config.getoption("--tier"))
+    left = chosen(items, config.getoption("--tier"), config.getoption("--share"))
     if len(left) < len(items):
         kept = set(left)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -83,9 +92,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
         # Tests that share an executable run in the same process: those of a row, one test with
         # all its parameters, and of some files all that is left.
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if "row" in params:
-            item.add_marker(pytest.mark.xdist_group(f"{params['row']}-{params.get('size')}"))
+        if row := row_of(item):
+            item.add_marker(pytest.mark.xdist_group(row))
         elif not item.get_closest_marker("xdist_group"):
             together = item.path.name if item.path.name in TOGETHER else item.nodeid.partition("[")[0]
             item.add_marker(pytest.mark.xdist_group(together))

@@ -1,6 +1,7 @@
 """The tiers: no test is in both or in none, and the quick one has every algorithm."""
 
 import inspect
+import types
 
 import pytest
 
@@ -16,10 +17,11 @@ OTHERS = {
 
 
 class Item:
-    """A test with these marks."""
+    """A test with these marks, and maybe parameters."""
 
-    def __init__(self, *marks: str):
-        self.marks = marks
+    def __init__(self, *marks: str, nodeid: str = "", **params: object):
+        self.marks, self.nodeid = marks, nodeid
+        self.callspec = types.SimpleNamespace(params=params)
 
     def get_closest_marker(self, name: str) -> bool:
         return name in self.marks
@@ -30,6 +32,17 @@ def test_tiers_are_disjoint_and_together_are_all():
     by_tier = [chosen(items, wanted) for wanted in TIERS]
     assert by_tier == [[items[0], items[4]], items[1:4]]
     assert chosen(items, "all") == items
+
+
+def test_each_test_is_in_one_share():
+    """They are alike in number, and the tests of a row stay together."""
+    items = [Item("full", nodeid=f"test[{i}]") for i in range(300)]
+    shares = [chosen(items, "rest", (number, 3)) for number in (1, 2, 3)]
+    assert sorted((item for share in shares for item in share), key=items.index) == items
+    assert min(map(len, shares)) > 70
+    rows = [Item("full", nodeid=f"test[{i}]", row="oktopk", size=3) for i in range(50)]
+    assert sorted(len(chosen(rows, "rest", (number, 3))) for number in (1, 2, 3)) == [0, 0, 50]
+    assert chosen(items, "quick", (1, 3)) == []
 
 
 def test_this_session_runs_its_tier(request: pytest.FixtureRequest):
