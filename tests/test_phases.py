@@ -155,7 +155,9 @@ def test_one_phase_runs_not_all():
         assert (branch.cost + exchanges, branch.least + exchanges) == (own.cost, own.least)
     grads = transports.tree(np.zeros((SIZE, N), np.float32))
     jaxpr = jax.make_jaxpr(jax.vmap(in_phases(*tx).update, axis_name=AXIS))(grads, state)
-    assert [len(eqn.params["branches"]) for eqn in jaxpr.eqns if eqn.primitive.name == "cond"] == [len(tx)]
+    # A branch that lowering chooses by platform is no choice of the program.
+    choices = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    assert [len(x["branches"]) for x in choices if not x.get("branches_platforms")] == [len(tx)]
 
 
 def loss_fn(params, batch):

@@ -56,8 +56,11 @@ def flat(leaves, size: int) -> np.ndarray:
 @pytest.mark.parametrize("size", quick([1, 2, 3, 8], 3))
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 def test_it_is_the_published_algorithm(subtract: str, size: int):
-    """Twenty steps; vectors and small matrices are averaged; the mean residual is exact."""
-    steps = gradients(size, 20)
+    """Sixteen steps; vectors and small matrices are averaged; the mean residual is exact.
+
+    In later steps two directions may be about as long, and then rounding errors grow fast.
+    """
+    steps = gradients(size, 16)
     state, update = start(preset(subtract=subtract), size)
     q = dict(zip(MATRICES, (np.asarray(q)[0] for q in state.buckets[0].reducer.q), strict=True))
     want = {

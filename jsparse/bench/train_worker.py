@@ -110,10 +110,12 @@ class Trainer:
         # This compiles the step, before the clock runs.
         jax.block_until_ready(step(step.init(self._params), next(self._batches())))
         local, grads = self._local_step(sgd)
-        parts = {"computation": local}
+        parts: dict[str, Callable[[], None]] = {"computation": local}
         if tx.synchroniser.reducer.sparse:
             here = Mesh(np.array(jax.local_devices()), (AXIS,))
-            parts["selection"] = Selecting(tx.synchroniser, here, grads)
+            selecting = Selecting(tx.synchroniser, here, grads)
+            selecting.run = selecting.lowered.compile()
+            parts["selection"] = selecting
         alone = {f"{name}_ms": time_steps(part, self._agree, job.repeats) for name, part in parts.items()}
         for number, rate in enumerate(job.rates, done):
             ask_for_rate(rate)
