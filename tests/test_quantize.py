@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jsparse
 import oracles
-from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float4, Float16, Int4, Sign, TernGrad
+from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float4, Float16, Int4, Sign, TernGrad, _base
+from jsparse.quantize._base import Scaled
 from tiers import quick
 
 M = 1003
@@ -247,6 +249,28 @@ def test_any_length():
             assert np.isfinite(coded(quantizer, vector()[:m])).all()
     for quantizer in ZERO_STAYS:
         assert coded(quantizer, np.zeros(0, np.float32)).shape == (0,)
+
+
+@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if isinstance(q, Scaled)], ids=str)
+@pytest.mark.parametrize("m", quick([25_353, 15_360, 8_192], 25_353))
+def test_pieces_are_coded_as_the_whole(monkeypatch, quantizer, m: int):
+    """On CPUs a long vector is coded piece by piece, elsewhere at once: to the same bits."""
+    values = jnp.asarray(np.random.default_rng(5).standard_t(3, (2, m)).astype(np.float32))
+    monkeypatch.setattr(_base, "PIECE", 2**13)
+
+    def code(values):
+        message = quantizer.encode(values, jax.random.key(1))
+        return message, quantizer.decode(message, m, values.dtype)
+
+    assert "platforms" in str(jax.make_jaxpr(code)(values[0]))
+    in_turn = jax.jit(jax.vmap(code))(values)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    at_once = jax.jit(jax.vmap(code))(values)
+    monkeypatch.setattr(_base, "PIECE", 2**30)
+    for got, want in zip(in_turn, at_once, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert in_turn[0].shape[1] == quantizer.words(m, jnp.float32)
+    np.testing.assert_array_equal(in_turn[1], jax.jit(jax.vmap(lambda x: code(x)[1]))(values))
 
 
 @pytest.mark.parametrize(

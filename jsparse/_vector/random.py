@@ -20,14 +20,14 @@ def key_of(seed: int, *numbers: ArrayLike) -> jax.Array:
     return key
 
 
-def uniform(key: jax.Array, n: int) -> jax.Array:
-    """A number from 0 to 1, both included, for each of n indices: float32, shape ``(n,)``.
+def uniform(key: jax.Array, n: int, begin: ArrayLike = 0) -> jax.Array:
+    """A number from 0 to 1, both included, for each of n indices from ``begin`` on: float32.
 
     It is a hash of the index and the key, good enough for sampling. If the caller compares the
     numbers at once, XLA never stores them, and they cost a few operations for each element.
     ``jax.random.uniform`` would cost an array of length n, and about forty times the time.
     """
-    return hashing.uniform(lax.iota(jnp.uint32, n), *words_of(key))
+    return hashing.uniform(lax.iota(jnp.uint32, n) + jnp.uint32(begin), *words_of(key))
 
 
 def words_of(key: jax.Array) -> jax.Array:

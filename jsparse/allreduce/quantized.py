@@ -78,8 +78,7 @@ class Quantized(AllReduce):
           The parts of the sum, and those of what is delivered of ``x``, one in each row.
         """
         size, rank = comm.size, comm.rank()
-        block = _block(x.shape[0], size)
-        parts = jnp.pad(x, (0, block * size - x.shape[0])).reshape(size, block)
+        parts = jnp.stack([_part(x, jnp.int32(i), size) for i in range(size)])
         messages = jax.vmap(self.quantize.encode)(parts, jax.random.split(key, size))
         arrived = comm.all_to_all(messages)
         own = _part(x, rank, size)
@@ -89,8 +88,7 @@ class Quantized(AllReduce):
         # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
         everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
         read = jax.vmap(self._read)(messages, parts)
-        is_own = lax.iota(jnp.int32, size)[:, None] == rank
-        return everyone, jnp.where(is_own, parts + (rounded - mine)[None], read)
+        return everyone, read.at[rank].set(own + (rounded - mine))
 
     def _ring(self, comm: Comm, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As :meth:`_owners`, but each part is summed on its way round the ring.

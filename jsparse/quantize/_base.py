@@ -1,15 +1,30 @@
 """The protocol of quantizers, and the functions that they share."""
 
 import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
+from kernels_pallas import varying_as
+
 from .._vector.arguments import check_fields
+from .._vector.random import uniform
 
 WORD = 32
+# The number of digits in a stretch of packed digits.
+STRETCH = 256
+# About how many values are coded at once on CPUs.
+PIECE = 2**16
+# The number of parts of a row that are compared or added first.
+PARTS = 16
 
 
 @runtime_checkable
@@ -86,26 +101,48 @@ def packed_words(m: int, base: int) -> int:
 def pack_digits(digits: jax.Array, base: int) -> jax.Array:
     """Packs digits, integers from 0 to ``base - 1``, shape ``(m,)``, into int32 words.
 
-    The digits are cut into segments of equal length, as many as a word has places for digits.
-    Word j holds the j-th digit of each segment. So whole segments are added as vectors. If a word
-    held neighbouring digits, they would be added one by one.
+    The digits are cut into blocks, and a block into as many stretches as a word has places. Word j
+    of a block holds the j-th digit of each stretch. So whole stretches are added as vectors. If a
+    word held neighbouring digits, they would be added one by one. A stretch has ``STRETCH``
+    digits; in what is left over after the last whole block, as many as are needed.
     """
-    words = packed_words(digits.shape[0], base)
-    digits = jnp.pad(digits.astype(jnp.uint32), (0, words * digits_in_word(base) - digits.shape[0]))
-    stretches = digits.reshape(digits_in_word(base), words)
-    total = stretches[0]
-    for i in range(1, stretches.shape[0]):
-        total = total + stretches[i] * jnp.uint32(base**i)
-    return total.view(jnp.int32)
+    places = digits_in_word(base)
+    whole = digits.shape[0] // block_length(base) * block_length(base)
+    left = digits[whole:]
+    left = jnp.pad(left, (0, -left.shape[0] % places))
+    blocks = [digits[:whole].reshape(-1, places, STRETCH), left.reshape(1, places, left.shape[0] // places)]
+    return jnp.concatenate([_packed(block.astype(jnp.int32).view(jnp.uint32), base) for block in blocks])
+
+
+def _packed(blocks: jax.Array, base: int) -> jax.Array:
+    """Packs blocks of digits, uint32, shape ``(blocks, places, stretch)``."""
+    powers = jnp.array([base**i for i in range(blocks.shape[1])], jnp.uint32)
+    return jnp.sum(blocks * powers[None, :, None], axis=1, dtype=jnp.uint32).reshape(-1).view(jnp.int32)
 
 
 def unpack_digits(words: jax.Array, m: int, base: int) -> jax.Array:
     """Unpacks the ``m`` digits of words that :func:`pack_digits` made: int32, shape ``(m,)``."""
-    rest, stretches = words[: packed_words(m, base)].view(jnp.uint32), []
-    for _ in range(digits_in_word(base)):
-        stretches.append((rest % base).astype(jnp.int32))
-        rest = rest // base
-    return jnp.concatenate(stretches)[:m]
+    words = words[: packed_words(m, base)].view(jnp.uint32)
+    whole = m // block_length(base) * STRETCH
+    blocks = [words[:whole].reshape(-1, STRETCH), words[whole:][None]]
+    return jnp.concatenate([_unpacked(block, base) for block in blocks])[:m]
+
+
+def _unpacked(words: jax.Array, base: int) -> jax.Array:
+    """The digits of blocks of words, shape ``(blocks, stretch)``: int32, in one row."""
+    places = digits_in_word(base)
+    if base & (base - 1) == 0:
+        shifts = jnp.arange(places, dtype=jnp.uint32) * (base.bit_length() - 1)
+        return (words[:, None] >> shifts[None, :, None] & (base - 1)).astype(jnp.int32).reshape(-1)
+    # To divide by constants is many times as fast as by a variable.
+    narrow = jnp.uint8 if base <= 2**8 else jnp.uint16
+    digits = [(words // base**i % base).astype(narrow) for i in range(places)]
+    return jnp.stack(digits, axis=1).reshape(-1).astype(jnp.int32)
+
+
+def block_length(base: int) -> int:
+    """The number of digits in a block of :func:`pack_digits`."""
+    return digits_in_word(base) * STRETCH
 
 
 def in_buckets(values: jax.Array, bucket: int | None) -> jax.Array:
@@ -132,7 +169,8 @@ class Scaled(Quantizer):
     """A quantizer whose message has a scale for each bucket, and a digit for each value.
 
     A subclass has ``bucket``, the number of values that share a scale (None for one scale for all
-    values), and ``_base``, the number of values that a digit can have.
+    values); ``_base``, the number of values that a digit can have; and the three methods that
+    ``encode`` and ``decode`` call. The message is the scales, and then the digits.
     """
 
     bucket: int | None
@@ -146,43 +184,172 @@ class Scaled(Quantizer):
                 "or None for one scale for all values"
             )
 
+    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        m, dtype = values.shape[0], values.dtype
+        count, piece = self._pieces(m)
+        common = self._scales(values[None], m) if m and self.bucket is None else None
+
+        def coded(begin: int | jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+            """The digits of ``size`` values from a place on, and their own scales, in words."""
+            rows = in_buckets(lax.dynamic_slice(values, (begin,), (size,)), self.bucket)
+            scales = self._scales(rows, size) if common is None else common
+            # A branch on a CPU, so that they are drawn before they are used. In one loop with what
+            # follows, XLA:CPU draws one at a time.
+            draws = lax.cond(begin < 0, jnp.zeros_like, lambda x: x, uniform(key, size, begin).astype(dtype))
+            digits = self._digits(rows, scales[:, None], in_buckets(draws, self.bucket)).reshape(-1)[:size]
+            return pack_digits(digits, self._base), Exact().encode(scales if common is None else scales[:0], key)
+
+        rest = [*coded(count * piece, m - count * piece), *([] if common is None else [Exact().encode(common, key)])]
+
+        def at_once() -> jax.Array:
+            return jnp.concatenate([*coded(0, count * piece), *rest])
+
+        def in_turn() -> jax.Array:
+            def add(rows: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+                words, scales = coded(i * piece, piece)
+                return _write_rows(rows, words, i), scales
+
+            rows, scales = lax.scan(
+                add, varying_as(_rows(self.words(m, dtype), jnp.int32(0)), values), jnp.arange(count)
+            )
+            message = rows.reshape(-1)[: self.words(m, dtype)]
+            follow = jnp.concatenate([scales.reshape(-1), *rest])
+            return lax.dynamic_update_slice(message, follow, (message.shape[0] - follow.shape[0],))
+
+        return lax.platform_dependent(cpu=in_turn, default=at_once) if count else jnp.concatenate(rest)
+
+    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        count, piece = self._pieces(m)
+        whole = count * piece
+        own = Exact().words(whole // self.bucket if self.bucket else 0, dtype)
+        lengths = packed_words(whole, self._base), own, packed_words(m - whole, self._base)
+        first, *others = jnp.split(message[: self.words(m, dtype)], list(itertools.accumulate(lengths)))
+        scales, second, more = others[0].view(dtype), others[1], others[2].view(dtype)
+        if self.bucket is None:
+            scales = more
+
+        def read(words: jax.Array, scales: jax.Array, size: int) -> jax.Array:
+            digits = in_buckets(unpack_digits(words, size, self._base), self.bucket)
+            return self._values(scales[:, None], digits, m).reshape(-1)[:size]
+
+        rest = read(second, more, m - whole)
+
+        def at_once() -> jax.Array:
+            return jnp.concatenate([read(first, scales, whole), rest])
+
+        def in_turn() -> jax.Array:
+            # Written after the others, the rest would be looked for at each element later.
+            last = jnp.pad(rest, (0, piece - rest.shape[0]))
+
+            def add(i: jax.Array, rows: jax.Array) -> jax.Array:
+                words, own = (_piece(x, i, count) for x in (first, scales))
+                values = read(words, scales if self.bucket is None else own, piece)
+                return _write_rows(rows, jnp.where(i < count, values, last), i)
+
+            rows = varying_as(_rows((count + 1) * piece, jnp.array(0, dtype)), message)
+            return lax.fori_loop(0, count + 1, add, rows).reshape(-1)[:m]
+
+        return lax.platform_dependent(cpu=in_turn, default=at_once) if count else rest
+
     def words(self, m: int, dtype: DTypeLike) -> int:
         return self._scale_words(m, dtype) + packed_words(m, self._base)
 
-    def _pack(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
-        """Packs ``m`` values into words.
-
-        Args:
-          scales: shape ``(buckets,)``.
-          digits: shape ``(buckets, bucket)``.
-          m: the number of values.
-        """
-        return jnp.concatenate([scales.view(jnp.int32), pack_digits(digits.reshape(-1)[:m], self._base)])
-
-    def _unpack(self, message: jax.Array, m: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Unpacks ``(scales, digits)``, of shapes ``(buckets, 1)`` and ``(buckets, bucket)``."""
-        head = self._scale_words(m, dtype)
-        digits = unpack_digits(message[head:], m, self._base)
-        return message[:head].view(dtype)[:, None], in_buckets(digits, self.bucket)
-
     def _scale_words(self, m: int, dtype: DTypeLike) -> int:
         return Exact().words(-(-m // bucket_length(m, self.bucket)), dtype)
+
+    def _pieces(self, m: int) -> tuple[int, int]:
+        """How many pieces ``m`` values have, and how long they are.
+
+        On CPUs they are coded one after the other, each while it is in cache. They end where a
+        bucket ends, and a block of digits. What is left over after them is coded by itself.
+        """
+        unit = math.lcm(self.bucket or 1, block_length(self._base))
+        piece = PIECE // unit * unit
+        return m // piece if piece else 0, piece
+
+    def _scales(self, rows: jax.Array, m: int) -> jax.Array:
+        """The scale of each bucket, shape ``(buckets,)``.
+
+        Args:
+          rows: the values, shape ``(buckets, bucket)``.
+          m: the number of values; zeros that fill the last row come after them.
+        """
+        raise NotImplementedError
+
+    def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
+        """The digit of each value, a number of any type, in the shape of ``rows``.
+
+        Args:
+          rows: the values, shape ``(buckets, bucket)``.
+          scales: shape ``(buckets, 1)``.
+          draws: a random number from 0 to 1 for each value.
+        """
+        raise NotImplementedError
+
+    def _values(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
+        """The values of digits, in the type of ``scales``.
+
+        Args:
+          scales: shape ``(buckets, 1)``.
+          digits: int32, shape ``(buckets, bucket)``.
+          m: the number of values of the message.
+        """
+        raise NotImplementedError
+
+
+def _rows(m: int, value: jax.Array) -> jax.Array:
+    """At least ``m`` elements, all ``value``, in rows of one stretch.
+
+    XLA:CPU writes whole rows into rows fast, and into a vector element by element.
+    """
+    return jnp.broadcast_to(value, (-(-m // STRETCH), STRETCH))
+
+
+def _write_rows(rows: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
+    """Writes the i-th of equal pieces."""
+    piece = piece.reshape(-1, STRETCH)
+    return lax.dynamic_update_slice(rows, piece, (i * piece.shape[0], 0))
+
+
+def _piece(x: jax.Array, i: jax.Array, count: int) -> jax.Array:
+    """The i-th of ``count`` equal pieces."""
+    size = x.shape[0] // count
+    return lax.dynamic_slice(x, (i * size,), (size,))
 
 
 def row_maximum(rows: jax.Array) -> jax.Array:
     """The largest magnitude of each row, or NaN if an element of the row is not finite.
 
-    A maximum by itself can miss a NaN.
+    The bits of magnitudes are integers in the same order, and those of infinities and NaNs come
+    after all others. XLA:CPU finds the largest of integers faster than that of floats.
     """
-    return jnp.where(jnp.all(jnp.isfinite(rows), axis=1), jnp.max(jnp.abs(rows), axis=1), jnp.nan)
+    kind = jnp.finfo(rows.dtype)
+    integer = jnp.dtype(f"int{kind.bits}")
+    bits = jnp.abs(rows).view(integer)
+    start = bits.shape[1] // PARTS * PARTS
+    most, left = _folded(jnp.maximum, bits[:, :start]), bits[:, start:]
+    most = jnp.maximum(jnp.max(most, axis=1, initial=0), jnp.max(left, axis=1, initial=0))
+    largest = np.array(kind.max).view(integer)
+    return jnp.where(most > largest, jnp.nan, most.view(rows.dtype))
+
+
+def _folded(combine: Callable[[jax.Array, jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Cuts each row into ``PARTS`` parts, and combines these, element by element.
+
+    XLA:CPU does so many elements at a time.
+    """
+    parts = rows.reshape(rows.shape[0], PARTS, rows.shape[1] // PARTS)
+    return functools.reduce(combine, [parts[:, i] for i in range(PARTS)])
 
 
 def total(rows: jax.Array) -> jax.Array:
-    """The sum of each row, computed by adding halves.
+    """The sum of each row.
 
     The order of the additions is fixed, so that it does not depend on how the rest of the program
-    is compiled.
+    is compiled. Parts of each row are added first, where it divides into them, and then halves.
     """
+    if rows.shape[1] % PARTS == 0:
+        rows = _folded(jnp.add, rows)
     while rows.shape[1] > 1:
         half = -(-rows.shape[1] // 2)
         rows = rows[:, :half] + jnp.pad(rows[:, half:], ((0, 0), (0, rows.shape[1] % 2)))
@@ -190,7 +357,7 @@ def total(rows: jax.Array) -> jax.Array:
 
 
 def share(rows: jax.Array, whole: jax.Array) -> jax.Array:
-    """``|rows| / whole``, from 0 to 1, with one ``whole`` for each row.
+    """``|rows| / whole``, from 0 to 1, with one ``whole`` for each row: shape ``(rows, 1)``.
 
     In a row whose whole is 0, or too small to divide by, the results are 0, or below the smallest
     normal number.
@@ -198,4 +365,4 @@ def share(rows: jax.Array, whole: jax.Array) -> jax.Array:
     # Divide both by 8 first: the reciprocal of the largest floats is below the smallest normal
     # number.
     whole = whole / 8
-    return jnp.abs(rows / 8) / jnp.where(whole < jnp.finfo(whole.dtype).tiny, 1, whole)[:, None]
+    return jnp.abs(rows / 8) / jnp.where(whole < jnp.finfo(whole.dtype).tiny, 1, whole)

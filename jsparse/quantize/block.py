@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from ._base import Scaled, in_buckets, row_maximum, share
+from ._base import Scaled, row_maximum, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,15 +17,15 @@ class _EqualSteps(Scaled):
 
     _levels: ClassVar[int]
 
-    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        rows = in_buckets(values, self.bucket)
-        scale = row_maximum(rows)
-        signed = jnp.sign(rows) * jnp.round(self._levels * share(rows, scale))
-        return self._pack(scale, jnp.where(jnp.isfinite(signed), signed, 0) + self._levels, values.shape[0])
+    def _scales(self, rows: jax.Array, m: int) -> jax.Array:
+        return row_maximum(rows)
 
-    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._unpack(message, m, dtype)
-        return (scale * ((digits - self._levels).astype(dtype) / self._levels)).reshape(-1)[:m]
+    def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
+        signed = jnp.sign(rows) * jnp.round(self._levels * share(rows, scales))
+        return jnp.where(jnp.isfinite(signed), signed, 0) + self._levels
+
+    def _values(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
+        return scales * ((digits - self._levels).astype(scales.dtype) / self._levels)
 
 
 @dataclasses.dataclass(frozen=True)

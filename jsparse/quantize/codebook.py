@@ -43,7 +43,7 @@ class Codebook(Quantizer):
         bins = jnp.clip(jnp.where(used, part, 0) * self._bins, 0, self._bins - 1).astype(jnp.int32)
         members = (bins[None] == jnp.arange(self._bins)[:, None]) & used[None]
         top = row_maximum(values[None])
-        sums = total(jnp.where(members, share(values[None], top), 0))
+        sums = total(jnp.where(members, share(values[None], top[:, None]), 0))
         book = top * (sums / jnp.maximum(jnp.sum(members, axis=1), 1))
         digits = 2 * bins + (values < 0)
         return jnp.concatenate([Exact().encode(book.astype(values.dtype), key), pack_digits(digits, 2 * self._bins)])

@@ -4,9 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from ._base import Scaled, in_buckets, row_maximum, share
+from ._base import Scaled, row_maximum, share
 
 # Level i > 0 stands for the magnitude 2 ** (i - LEVELS) of the scale, level 0 for zero.
 LEVELS = 7
@@ -35,15 +34,15 @@ class Float4(Scaled):
 
     _base = 2**4
 
-    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        rows = in_buckets(values, self.bucket)
-        scale = row_maximum(rows)
-        part = share(rows, scale)
-        level = sum((part > least).astype(jnp.int32) for least in HALFWAY)
-        return self._pack(scale, jnp.where(rows < 0, -level, level) + LEVELS, values.shape[0])
+    def _scales(self, rows: jax.Array, m: int) -> jax.Array:
+        return row_maximum(rows)
 
-    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._unpack(message, m, dtype)
+    def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
+        part = share(rows, scales)
+        level = sum((part > least).astype(jnp.int32) for least in HALFWAY)
+        return jnp.where(rows < 0, -level, level) + LEVELS
+
+    def _values(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
         signed = digits - LEVELS
-        magnitude = jnp.where(signed == 0, 0, 1 << jnp.abs(signed)).astype(dtype) / 2**LEVELS
-        return (scale * jnp.where(signed < 0, -magnitude, magnitude)).reshape(-1)[:m]
+        magnitude = jnp.where(signed == 0, 0, 1 << jnp.abs(signed)).astype(scales.dtype) / 2**LEVELS
+        return scales * jnp.where(signed < 0, -magnitude, magnitude)

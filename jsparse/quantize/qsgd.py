@@ -6,10 +6,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from .._vector.random import uniform
-from ._base import Scaled, bucket_length, in_buckets, row_maximum, share, total
+from ._base import Scaled, bucket_length, row_maximum, share, total
 
 MOST_LEVELS = 2**15
 
@@ -62,25 +60,24 @@ class QSGD(Scaled):
     def unbiased(self) -> bool:
         return not self.contract
 
-    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        rows = in_buckets(values, self.bucket)
+    def _scales(self, rows: jax.Array, m: int) -> jax.Array:
         scale = row_maximum(rows)
-        if self.scale == "norm":
-            # Square the shares, so that no square overflows. The norm must not overflow either.
-            norm = scale * jnp.sqrt(total(share(rows, scale) ** 2))
-            scale = jnp.where(jnp.isfinite(scale), jnp.minimum(norm, jnp.finfo(values.dtype).max), scale)
-        exact = self.levels * share(rows, scale)
-        draw = uniform(key, rows.size).reshape(rows.shape).astype(values.dtype)
-        level = jnp.minimum(jnp.floor(exact + draw), self.levels)
-        signed = jnp.where(rows < 0, -level, level)
-        return self._pack(scale, jnp.where(jnp.isfinite(signed), signed, 0) + self.levels, values.shape[0])
+        if self.scale == "max":
+            return scale
+        # Square the shares, so that no square overflows. The norm must not overflow either.
+        norm = scale * jnp.sqrt(total(share(rows, scale[:, None]) ** 2))
+        return jnp.where(jnp.isfinite(scale), jnp.minimum(norm, jnp.finfo(rows.dtype).max), scale)
 
-    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._unpack(message, m, dtype)
-        part = (digits - self.levels).astype(dtype) / self.levels
+    def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
+        level = jnp.minimum(jnp.floor(self.levels * share(rows, scales) + draws), self.levels)
+        signed = jnp.where(rows < 0, -level, level)
+        return jnp.where(jnp.isfinite(signed), signed, 0) + self.levels
+
+    def _values(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
+        part = (digits - self.levels).astype(scales.dtype) / self.levels
         if self.contract:
             part = part / (1 + variance_factor(bucket_length(m, self.bucket), self.levels))
-        return (scale * part).reshape(-1)[:m]
+        return scales * part
 
     @property
     def _base(self) -> int:

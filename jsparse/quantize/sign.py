@@ -4,9 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from ._base import Scaled, in_buckets, row_maximum, share, total
+from ._base import Scaled, row_maximum, share, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +29,24 @@ class Sign(Scaled):
     bucket: int | None = 512
     zeros: bool = True
 
-    def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        rows, m = in_buckets(values, self.bucket), values.shape[0]
+    def _scales(self, rows: jax.Array, m: int) -> jax.Array:
         most = row_maximum(rows)
-        members = rows != 0 if self.zeros else in_buckets(jnp.ones_like(values), self.bucket)
-        count = jnp.maximum(jnp.sum(members, axis=1, dtype=values.dtype), 1)
+        if self.zeros:
+            count = jnp.maximum(total((rows != 0).astype(rows.dtype)), 1)
+        else:
+            bucket = rows.shape[1]
+            count = jnp.clip(m - bucket * jnp.arange(rows.shape[0]), 1, bucket).astype(rows.dtype)
         # Sum the shares, so that no sum overflows.
-        mean = most * (total(share(rows, most)) / count)
-        scale = jnp.where(jnp.isfinite(most), mean, most)
-        digits = jnp.sign(rows) + 1 if self.zeros else rows >= 0
-        return self._pack(scale, jnp.where(jnp.isfinite(rows), digits, 0), m)
+        mean = most * (total(share(rows, most[:, None])) / count)
+        return jnp.where(jnp.isfinite(most), mean, most)
 
-    def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        scale, digits = self._unpack(message, m, dtype)
+    def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
+        digits = jnp.sign(rows) + 1 if self.zeros else rows >= 0
+        return jnp.where(jnp.isfinite(rows), digits, 0)
+
+    def _values(self, scales: jax.Array, digits: jax.Array, m: int) -> jax.Array:
         signs = digits - 1 if self.zeros else 2 * digits - 1
-        return (scale * signs.astype(dtype)).reshape(-1)[:m]
+        return scales * signs.astype(scales.dtype)
 
     @property
     def _base(self) -> int:
