@@ -169,8 +169,9 @@ class Scaled(Quantizer):
     """A quantizer whose message has a scale for each bucket, and a digit for each value.
 
     A subclass has ``bucket``, the number of values that share a scale (None for one scale for all
-    values); ``_base``, the number of values that a digit can have; and the three methods that
-    ``encode`` and ``decode`` call. The message is the scales, and then the digits.
+    values); ``_base``, the number of values that a digit can have; and the methods ``_scales``,
+    ``_digits`` and ``_values``. A message holds the digits of all whole pieces, their scales, the
+    digits of what is left over, and its scales, or the one that all share.
     """
 
     bucket: int | None
@@ -190,11 +191,11 @@ class Scaled(Quantizer):
         common = self._scales(values[None], m) if m and self.bucket is None else None
 
         def coded(begin: int | jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-            """The digits of ``size`` values from a place on, and their own scales, in words."""
+            """The words of ``size`` values from a place on: their digits, and their own scales."""
             rows = in_buckets(lax.dynamic_slice(values, (begin,), (size,)), self.bucket)
             scales = self._scales(rows, size) if common is None else common
-            # A branch on a CPU, so that they are drawn before they are used. In one loop with what
-            # follows, XLA:CPU draws one at a time.
+            # XLA:CPU draws one number at a time where it packs digits in the same loop. A branch
+            # keeps the loops apart.
             draws = lax.cond(begin < 0, jnp.zeros_like, lambda x: x, uniform(key, size, begin).astype(dtype))
             digits = self._digits(rows, scales[:, None], in_buckets(draws, self.bucket)).reshape(-1)[:size]
             return pack_digits(digits, self._base), Exact().encode(scales if common is None else scales[:0], key)
@@ -209,9 +210,7 @@ class Scaled(Quantizer):
                 words, scales = coded(i * piece, piece)
                 return _write_rows(rows, words, i), scales
 
-            rows, scales = lax.scan(
-                add, varying_as(_rows(self.words(m, dtype), jnp.int32(0)), values), jnp.arange(count)
-            )
+            rows, scales = lax.scan(add, _rows(self.words(m, dtype), jnp.int32, values), jnp.arange(count))
             message = rows.reshape(-1)[: self.words(m, dtype)]
             follow = jnp.concatenate([scales.reshape(-1), *rest])
             return lax.dynamic_update_slice(message, follow, (message.shape[0] - follow.shape[0],))
@@ -238,7 +237,8 @@ class Scaled(Quantizer):
             return jnp.concatenate([read(first, scales, whole), rest])
 
         def in_turn() -> jax.Array:
-            # Written after the others, the rest would be looked for at each element later.
+            # The last of the pieces. If it were written after the loop, XLA:CPU would look at each
+            # element later whether it is one of these.
             last = jnp.pad(rest, (0, piece - rest.shape[0]))
 
             def add(i: jax.Array, rows: jax.Array) -> jax.Array:
@@ -246,7 +246,7 @@ class Scaled(Quantizer):
                 values = read(words, scales if self.bucket is None else own, piece)
                 return _write_rows(rows, jnp.where(i < count, values, last), i)
 
-            rows = varying_as(_rows((count + 1) * piece, jnp.array(0, dtype)), message)
+            rows = _rows((count + 1) * piece, dtype, message)
             return lax.fori_loop(0, count + 1, add, rows).reshape(-1)[:m]
 
         return lax.platform_dependent(cpu=in_turn, default=at_once) if count else rest
@@ -297,12 +297,12 @@ class Scaled(Quantizer):
         raise NotImplementedError
 
 
-def _rows(m: int, value: jax.Array) -> jax.Array:
-    """At least ``m`` elements, all ``value``, in rows of one stretch.
+def _rows(m: int, dtype: DTypeLike, like: jax.Array) -> jax.Array:
+    """Room for ``m`` elements, in rows of one stretch, typed as varying as ``like`` does.
 
-    XLA:CPU writes whole rows into rows fast, and into a vector element by element.
+    XLA:CPU writes into rows many elements at a time, and into a vector one at a time.
     """
-    return jnp.broadcast_to(value, (-(-m // STRETCH), STRETCH))
+    return varying_as(jnp.zeros((-(-m // STRETCH), STRETCH), dtype), like)
 
 
 def _write_rows(rows: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
