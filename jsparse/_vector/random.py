@@ -21,7 +21,9 @@ def key_of(seed: int, *numbers: ArrayLike) -> jax.Array:
 
 
 def uniform(key: jax.Array, n: int, begin: ArrayLike = 0) -> jax.Array:
-    """A number from 0 to 1, both included, for each of n indices from ``begin`` on: float32.
+    """A number from 0 to 1, both included, for each of n indices from ``begin`` on.
+
+    The numbers are float32, of shape ``(n,)``.
 
     It is a hash of the index and the key, good enough for sampling. If the caller compares the
     numbers at once, XLA never stores them, and they cost a few operations for each element.
