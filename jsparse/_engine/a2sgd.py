@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,12 @@ from .space import Flat
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
 
-# How many elements are added one after the other. This bounds the rounding error, and keeps masks
-# out of memory.
-ROW = 256
+# Steps, and parts of a step: how often a vector is folded, as a strip of paper, before its figures
+# are summed. XLA:CPU adds so many parts many elements at a time; it adds the elements of a row, or
+# of more parts, one at a time.
+STEPS, PARTS = 16, 16
+# The length of what is folded at once: its indices are int32.
+LONGEST = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +106,9 @@ class TwoMeans(Synchroniser):
         rows, sizes = [], []
         for i, leaf in leaves.items():
             flat = leaf.reshape(-1).astype(dtype)
-            whole = flat.shape[0] // ROW * ROW
-            parts = [_reduced(part) for part in (flat[:whole].reshape(-1, ROW), flat[whole:][None]) if part.size]
-            rows += [[*(self.space.once(i, x) for x in part[:3]), *part[3:]] for part in parts]
+            for start in range(0, flat.shape[0], LONGEST):
+                figures = _reduced(flat[start : start + LONGEST])
+                rows.append([*(self.space.once(i, x) for x in figures[:3]), *figures[3:]])
             sizes.append(self.space.once(i, float(leaf.size)))
         plus, minus, count, largest, smallest = (jnp.concatenate(column) for column in zip(*rows, strict=True))
         of_plus, n = jnp.sum(count), sum(sizes)
@@ -119,20 +122,40 @@ class TwoMeans(Synchroniser):
         return jnp.where(jnp.isfinite(sums), jnp.minimum(sums / jnp.maximum(counts, 1), most), jnp.nan)
 
 
-def _reduced(rows: jax.Array) -> list[jax.Array]:
-    """Five figures of each row, in one pass, which XLA:CPU would not make of five reductions.
+def _figures(values: jax.Array) -> list[jax.Array]:
+    """The values that are at least 0, the other magnitudes, 1 for each of the former; all twice."""
+    positive = values >= 0
+    halves = [jnp.where(positive, values, 0), jnp.where(positive, 0, -values)]
+    return [*halves, positive.astype(values.dtype), values, values]
 
-    They are the sum of elements that are at least 0, the sum of the other magnitudes, the number
-    of the former, the largest element and the smallest element.
+
+def _combined(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sums of the first three figures, the largest of the fourth, the smallest of the fifth."""
+    return [a[0] + b[0], a[1] + b[1], a[2] + b[2], jnp.maximum(a[3], b[3]), jnp.minimum(a[4], b[4])]
+
+
+def _reduced(values: jax.Array) -> list[jax.Array]:
+    """Five figures of values, each for 256 of them, in one pass over the values.
+
+    XLA:CPU would not make one pass of five reductions. The figures are the sum of elements that
+    are at least 0, the sum of the other magnitudes, the number of the former, the largest element
+    and the smallest element.
+
+    Args:
+      values: shape ``(m,)``.
+
+    Returns:
+      Vectors of one length: m / 256, and at most 255 more.
     """
-    positive = rows >= 0
-    start = [varying_as(jnp.array(x, rows.dtype), rows) for x in (0, 0, 0, -jnp.inf, jnp.inf)]
-    return lax.reduce(
-        [jnp.where(positive, rows, 0), jnp.where(positive, 0, -rows), positive.astype(rows.dtype), rows, rows],
-        start,
-        lambda a, b: [a[0] + b[0], a[1] + b[1], a[2] + b[2], jnp.maximum(a[3], b[3]), jnp.minimum(a[4], b[4])],
-        (1,),
-    )
+    length = values.shape[0] // (STEPS * PARTS)
+    start = [varying_as(jnp.array(x, values.dtype), values) for x in (0, 0, 0, -jnp.inf, jnp.inf)]
+
+    def fold(i: jax.Array, figures: list[jax.Array]) -> list[jax.Array]:
+        parts = lax.dynamic_slice(values, (i * PARTS * length,), (PARTS * length,)).reshape(PARTS, length)
+        return _combined(figures, lax.reduce(_figures(parts), start, _combined, (0,)))
+
+    figures = lax.fori_loop(0, STEPS, fold, [jnp.broadcast_to(x, (length,)) for x in start])
+    return [jnp.concatenate(pair) for pair in zip(figures, _figures(values[STEPS * PARTS * length :]), strict=True)]
 
 
 def _corrected(leaf: jax.Array, means: jax.Array, plus: jax.Array, minus: jax.Array) -> jax.Array:
