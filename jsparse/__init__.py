@@ -9,9 +9,13 @@ from ._engine.memory import ErrorFeedback
 from ._engine.phases import phases
 from ._engine.state import SparseAllReduceState
 from ._engine.transform import SparseAllReduce, apply_sparse, sync
+from ._presets.demo import demo
 from ._presets.dense import a2sgd, dense, parameter_server, qsgd, quantized, torus
+from ._presets.dion import dion, scale_by_dion
+from ._presets.ef21 import ef21, ef21_changes
 from ._presets.files import from_file
 from ._presets.general import sparse_allreduce
+from ._presets.onebit_adam import onebit_adam, onebit_momentum
 from ._presets.powersgd import powersgd
 from ._presets.sparse import (
     dgc,
@@ -20,11 +24,13 @@ from ._presets.sparse import (
     gtopk,
     hitopk,
     oktopk,
+    scalecom,
     ssar_recursive_doubling,
     ssar_split_allgather,
     topk_allgather,
     topk_dsa,
 )
+from ._presets.vote import vote
 from ._reshard.reshard import reshard
 from ._share.parts import in_parts, map_in_parts
 from ._share.sharded import sharded
@@ -63,9 +69,13 @@ __all__ = [
     "apply_sparse",
     "cost",
     "data",
+    "demo",
     "dense",
     "dgc",
+    "dion",
     "dsar_split_allgather",
+    "ef21",
+    "ef21_changes",
     "from_file",
     "gaussiank",
     "gtopk",
@@ -79,6 +89,8 @@ __all__ = [
     "map_in_parts",
     "metrics",
     "oktopk",
+    "onebit_adam",
+    "onebit_momentum",
     "over_mesh",
     "parameter_server",
     "per_worker",
@@ -89,7 +101,9 @@ __all__ = [
     "quantized",
     "reshard",
     "residual",
+    "scale_by_dion",
     "scale_by_trust_ratio",
+    "scalecom",
     "select",
     "sharded",
     "sparse_allreduce",
@@ -104,6 +118,7 @@ __all__ = [
     "torus",
     "traffic",
     "train_step",
+    "vote",
     "wire",
     "worker_value_and_grad",
 ]

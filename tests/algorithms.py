@@ -68,6 +68,11 @@ class Row:
       reaches: what the time-averaged update of a constant gradient reaches, if it is not the mean
         gradient: the lowest and the highest value of each element, from gradients of shape
         ``(P, n)``.
+      pushes: what its memory adds to the residual, if that is not the gradient: a function of the
+        memory's arrays by name, shape ``(P, n)``, and of the gradients.
+      frequencies: the side of the tiles whose frequencies the residuals are, if they are.
+      rule: the update of a step, shape ``(N,)``, and what is taken off the workers' vectors, shape
+        ``(P, N)``, where the update is no mean of the latter.
       card: what the tables say of the preset of this name; None for its variants.
     """
 
@@ -89,6 +94,9 @@ class Row:
     mixes: bool = False
     waits: float = 1.5
     reaches: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+    pushes: Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray] | None = None
+    frequencies: int | None = None
+    rule: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     card: Card | None = None
 
     def __str__(self) -> str:
@@ -182,6 +190,15 @@ def powersgd(subtract: Literal["local", "mean"] = "local") -> Callable[..., jspa
     densely.
     """
     return lambda comm, density: jsparse.powersgd(comm, rank=2 if density < 1 else 20, subtract=subtract)
+
+
+def dion_rule(step: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Dion for the one matrix, 20 by 30, at the vector's end; the mean of all other leaves."""
+    update, taken = step.acc.mean(0, dtype=np.float64), step.acc.astype(np.float64)
+    matrices, q = step.acc[:, -600:].reshape(-1, 20, 30), np.asarray(step.before.buckets[0].reducer.q[0])[0]
+    low, off = oracles.dion(matrices, q, 0.9)
+    update[-600:], taken[:, -600:] = low.ravel(), off.reshape(-1, 600)
+    return update, taken
 
 
 def powersgd_bound(n: int, k: int, size: int) -> float:
@@ -543,6 +560,83 @@ ROWS = [
         (2, 8),
     ),
     Row(
+        "scalecom",
+        lambda comm, density: jsparse.scalecom(comm, density=density),
+        oracles.cyclic_top_k,
+        bound=lambda n, k, size: 4 * k * (size - 1) / size + 8,
+        card=Card("ScaleCom (Chen et al., NeurIPS 2020)", "`16k(P-1)/P`", "n", "workers' data are alike"),
+    ),
+    Row(
+        "ef21_changes",
+        lambda comm, density: jsparse.ef21_changes(comm, density=density, momentum=0.5),
+        bound=lambda n, k, size: 2 * k * (size - 1) + 4,
+        exact=False,
+        pushes=lambda memory, gradient: 0.5 * (gradient - memory["velocity"]),
+        # The sum of all changes is a momentum: their mean over the steps comes to nothing.
+        reaches=lambda gradients: 2 * (np.zeros(gradients.shape[1]),),
+        card=Card("EF21-SGDM (Fatkhullin et al., NeurIPS 2023)", "`8k(P-1)`", "2n", "the update must be smooth"),
+    ),
+    Row(
+        "ef21_changes-oktopk",
+        lambda comm, density: jsparse.ef21_changes(
+            comm, density=density, momentum=0.0, allreduce=jsparse.allreduce.OkTopk()
+        ),
+        oracles.oktopk,
+        sizes=(3, 8),
+        bound=oktopk_bound,
+        reaches=lambda gradients: 2 * (np.zeros(gradients.shape[1]),),
+        pushes=lambda memory, gradient: gradient - memory["velocity"],
+    ),
+    # 3 of 64 coefficients.
+    Row(
+        "demo",
+        lambda comm, density: jsparse.demo(comm, k=round(64 * density), chunk=8, decay=1.0, mean="workers"),
+        sizes=(3, 8),
+        exact=False,
+        mixes=True,
+        frequencies=8,
+        card=Card(
+            "DeMo (Peng et al., ICLR 2026): k frequencies of a tile of c elements",
+            "`8 n k/c (P-1)`",
+            "n",
+            "few bytes in every step, with signs",
+        ),
+    ),
+    Row(
+        "vote",
+        lambda comm, density: jsparse.vote(comm),
+        sizes=(3, 8),
+        sparse=False,
+        keeps=False,
+        bound=lambda n, k, size: 2 * (size - 1) * (-(-n // (20 * size)) + 3),
+        rule=lambda step: (oracles.vote(step.acc), step.acc),
+        reaches=lambda gradients: 2 * (oracles.vote(gradients),),
+        card=Card("Signum, distributed Lion: the sign that most workers have", "`0.4 n (P-1)/P`", "", "sign descent"),
+    ),
+    Row(
+        "vote-one-bit",
+        lambda comm, density: jsparse.vote(comm, zeros=False),
+        sizes=(3,),
+        sparse=False,
+        keeps=False,
+        rule=lambda step: (np.where(np.where(step.acc < 0, -1, 1).sum(0) < 0, -1, 1), step.acc),
+        reaches=lambda gradients: 2 * (np.where(np.where(gradients < 0, -1, 1).sum(0) < 0, -1, 1),),
+    ),
+    Row(
+        "onebit_momentum",
+        lambda comm, density: jsparse.onebit_momentum(comm, freeze_step=2, momentum=0.5),
+        sizes=(3, 8),
+        sparse=False,
+        exact=False,
+        pushes=lambda memory, gradient: 0.5 * (memory["momentum"] + gradient),
+        card=Card(
+            "1-bit Adam (Tang et al., ICML 2021): signs of the momentum",
+            "`8n(P-1)/P`, then `n/4 (P-1)/P`",
+            "2n",
+            "Adam, in one bit",
+        ),
+    ),
+    Row(
         "quantized",
         lambda comm, density: jsparse.quantized(comm, quantize=BF16),
         sizes=(3,),
@@ -587,6 +681,14 @@ ROWS = [
         sizes=(3,),
         sparse=False,
         exact=False,
+    ),
+    Row(
+        "quantized-rotated",
+        lambda comm, density: jsparse.quantized(comm, quantize=quantize.Rotated(quantize.Int4(), 64)),
+        sizes=(3,),
+        sparse=False,
+        exact=False,
+        mixes=True,
     ),
     Row(
         "quantized-sign",
@@ -694,6 +796,22 @@ ROWS = [
             "`8(P-1)/P (r s + d)`",
             "n, and the factors",
             "layers are large matrices",
+        ),
+    ),
+    Row(
+        "scale_by_dion",
+        lambda comm, density: jsparse.scale_by_dion(comm, rank_fraction=0.1, momentum=0.9),
+        sizes=(3, 8),
+        sparse=False,
+        bound=powersgd_bound,
+        exact=False,
+        mixes=True,
+        rule=dion_rule,
+        card=Card(
+            "Dion (Ahn et al., 2025): orthonormal updates of rank r",
+            "`8(P-1)/P (r s + d)`",
+            "n, and the factors",
+            "Muon, with fewer bytes",
         ),
     ),
     Row(

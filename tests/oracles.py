@@ -3,6 +3,7 @@
 These functions are slow and plain, and share no code with the library.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -205,6 +206,73 @@ def topk_allgather(accs: np.ndarray, *, density: float, selected: list[np.ndarra
         chosen = top_k(acc, k) if selected is None else selected[worker]
         delivered[worker, chosen] = acc[chosen]
     return Expected(_ordered_sum(delivered), delivered)
+
+
+def vote(accs: np.ndarray, **_) -> np.ndarray:
+    """The sign of the sum of the workers' signs; a tie gives 0."""
+    return np.sign(np.sign(accs).sum(0))
+
+
+def cyclic_top_k(accs: np.ndarray, *, density: float, step: int, **_) -> Expected:
+    """CLT-k of ScaleCom: the top-k of worker t mod P says which elements all workers send."""
+    k = max(1, round(density * accs.shape[1]))
+    chosen = top_k(accs[step % len(accs)], k)
+    delivered = np.zeros_like(accs)
+    delivered[:, chosen] = accs[:, chosen]
+    return Expected(_ordered_sum(delivered), delivered)
+
+
+def cosines(x: np.ndarray, *, back: bool = False) -> np.ndarray:
+    """The orthonormal DCT-II of the last axis, by its sum, or its inverse."""
+    n = x.shape[-1]
+    sums = np.zeros_like(x, np.float64)
+    for k in range(n):
+        scale = math.sqrt((1 if k == 0 else 2) / n)
+        for i in range(n):
+            factor = scale * math.cos(math.pi / n * (i + 0.5) * k)
+            sums[..., i if back else k] += factor * x[..., k if back else i]
+    return sums
+
+
+def frequencies(vectors: np.ndarray, shapes: Sequence[tuple[int, ...]], side: int, *, back: bool = False) -> np.ndarray:
+    """The DCT of each tile of leaves that are in the order of tiles, or of each stretch.
+
+    ``vectors`` has shape ``(P, n)``.
+    """
+
+    def cut(length: int) -> list[list[int]]:
+        return [[side] * (length // side), [length % side] * (length % side > 0)]
+
+    result, begin = np.zeros(vectors.shape), 0
+    for shape in shapes:
+        lengths = [length for length in shape if length > 1]
+        matrix = len(lengths) > 1
+        rows, columns = (math.prod(lengths[:-1]), lengths[-1]) if matrix else (1, math.prod(shape))
+        for heights, widths in itertools.product(cut(rows) if matrix else [[1]], cut(columns)):
+            for height, width in itertools.product(heights, widths):
+                end = begin + height * width
+                turned = cosines(vectors[:, begin:end].reshape(-1, height, width), back=back)
+                turned = cosines(turned.swapaxes(1, 2), back=back).swapaxes(1, 2)
+                result[:, begin:end] = turned.reshape(len(vectors), -1)
+                begin = end
+    assert begin == vectors.shape[1]
+    return result
+
+
+def dion(accs: np.ndarray, q: np.ndarray, momentum: float) -> tuple[np.ndarray, np.ndarray]:
+    """Dion, Algorithm 1, of one matrix, with the share of each worker taken off its momentum.
+
+    ``accs`` are the momenta with the gradients, shape ``(P, a, b)``. The result is the update, and
+    what is taken off each momentum.
+    """
+    accs = accs.astype(np.float64)
+    basis, _ = np.linalg.qr(np.mean(accs @ q, axis=0))
+    right = np.mean(accs.transpose(0, 2, 1) @ basis, axis=0)
+    lengths = np.linalg.norm(right, axis=0)
+    some = lengths > max(accs.shape[1:]) * np.finfo(np.float32).eps * lengths.max()
+    unit = np.where(some, right / np.where(some, lengths, 1), 0)  # Rounding errors have no direction.
+    scale = math.sqrt(accs.shape[2] / accs.shape[1])
+    return scale * basis @ unit.T, (1 - momentum) * basis @ (basis.T @ accs)
 
 
 def parameter_server(accs: np.ndarray, *, staleness: int = 0, before: Sequence[np.ndarray] = (), **_) -> Expected:

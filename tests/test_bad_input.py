@@ -127,7 +127,7 @@ PARTS = [
     for name in room.__all__
     if dataclasses.is_dataclass(getattr(room, name)) and name != "Messages"
 ]
-NEEDED = {"density": 0.1, "k": 3, "threshold": 1.0, "quantize": quantize.Block8()}
+NEEDED = {"density": 0.1, "k": 3, "threshold": 1.0, "quantize": quantize.Block8(), "freeze_step": 5}
 # What a field of each type takes of the values below, unless they are out of its range.
 KINDS = {bool: {True}, int: {0, 7}, float: {0, 7, 0.5, math.inf}, type(None): {None}}
 

@@ -51,6 +51,51 @@ def test_decay_keeps_a_part_of_what_is_left(levels: bool):
         assert np.any(left)
 
 
+@pytest.mark.parametrize("levels", quick([False, True], False))
+def test_low_pass_averages_what_is_left(levels: bool):
+    """ScaleCom's filter: residual + beta (gradient - delivered)."""
+    before = None
+    for acc, total, left, _ in run(jsparse.ErrorFeedback(low_pass=0.25), levels):
+        before = np.zeros_like(left) if before is None else before
+        np.testing.assert_allclose(left, 0.25 * (acc - total) + 0.75 * before, rtol=1e-4, atol=1e-2)
+        assert np.any(left)
+        before = left
+
+
+def test_a_bad_step_blends_nothing():
+    *_, before, after = run(jsparse.ErrorFeedback(low_pass=0.3), False, steps=3, bad=2)
+    np.testing.assert_array_equal(before[3], after[3])
+
+
+def test_what_is_sent_is_subtracted_as_it_was():
+    """What 8 bits round away is lost: it is in no residual."""
+    with pytest.warns(UserWarning, match="subtract is 'sent': what rounding takes .* is lost"):
+        sent = jsparse.ErrorFeedback(subtract="sent")
+    wire = jsparse.wire.Compact(jsparse.quantize.Block8(64))
+    for feedback, loses in ((sent, True), (jsparse.ErrorFeedback(), False)):
+        lossy = Row(
+            "sent",
+            lambda comm, density, f=feedback: jsparse.topk_allgather(comm, density=0.05, wire=wire, error_feedback=f),
+        )
+        state, update = transports.workers(lossy, SIZE)
+        (gradient,) = scenarios.take("ordinary", SIZE, 1)
+        updates, state = update(transports.tree(gradient), state)
+        total = SIZE * transports.flat(updates, SIZE)[0].astype(np.float64)
+        residual = np.asarray(state.buckets[0].residual, np.float64)
+        off = np.abs(gradient.sum(0) - residual.sum(0) - total).max()
+        assert (off > 0.1) == loses
+        # Nothing of what was selected is left.
+        assert (np.count_nonzero((residual != 0) & (residual != gradient)) == 0) == loses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"low_pass": 0.0}, "low_pass is 0.0"), ({"subtract": "own"}, "subtract is 'own'")]
+)
+def test_options_out_of_range(options, message: str):
+    with pytest.raises(ValueError, match=message):
+        jsparse.ErrorFeedback(**options)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -11,7 +11,20 @@ from jax import lax
 
 import jsparse
 import oracles
-from jsparse.quantize import QSGD, BFloat16, Block8, Codebook, Exact, Float4, Float16, Int4, Sign, TernGrad, _base
+from jsparse.quantize import (
+    QSGD,
+    BFloat16,
+    Block8,
+    Codebook,
+    Exact,
+    Float4,
+    Float16,
+    Int4,
+    Rotated,
+    Sign,
+    TernGrad,
+    _base,
+)
 from jsparse.quantize._base import Scaled
 from tiers import quick
 
@@ -33,11 +46,13 @@ QUANTIZERS = [
     Float16(),
     Codebook(2),
     Codebook(4),
+    Sign(norm="rms"),
+    Rotated(Int4(64), 64),
 ]
 # What the quantizers of four bits can make of a bucket, relative to its largest magnitude.
 E3M0 = np.array([0, *(2.0**-i for i in range(7))])
 SEVENTHS = np.arange(8) / 7
-ZERO_STAYS = [q for q in QUANTIZERS if not isinstance(q, Codebook) and getattr(q, "zeros", True)]
+ZERO_STAYS = [q for q in QUANTIZERS if not isinstance(q, Codebook | Rotated) and getattr(q, "zeros", True)]
 
 
 def vector(dtype=np.float32, seed: int = 0) -> np.ndarray:
@@ -415,3 +430,52 @@ def test_a_sum_in_a_ring(quantizer, n: int):
     np.testing.assert_allclose(updates[0] * size, total.reshape(-1)[:n], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(residuals, left.reshape(size, -1)[:, :n], atol=1e-5)
     np.testing.assert_allclose(updates[0] * size + residuals.sum(0), gradients.sum(0), atol=1e-5)
+
+
+def test_a_rotation_is_undone():
+    """By itself it changes nothing but by rounding, also in a shorter last block."""
+    values = vector()
+    got = np.asarray(compiled(Rotated(Exact(), 64))(values, jax.random.key(0)))
+    np.testing.assert_allclose(got, values, atol=1e-5 * np.abs(values).max())
+
+
+def test_a_rotation_spreads_large_values():
+    """Each value of a block has a part of each other; so four bits with one scale lose less."""
+    one = np.zeros(256, np.float32)
+    one[17] = 16.0
+    message = Rotated(Exact(), 256).encode(jnp.asarray(one), jax.random.key(0))
+    np.testing.assert_allclose(np.abs(message.view(jnp.float32)), 1.0, rtol=1e-5)
+    heavy = np.random.default_rng(0).standard_t(2, 64 * 256).astype(np.float32)
+
+    def error(quantizer):
+        got = quantizer.decode(quantizer.encode(jnp.asarray(heavy), jax.random.key(0)), heavy.size, jnp.float32)
+        return np.linalg.norm(got - heavy) / np.linalg.norm(heavy)
+
+    assert error(Rotated(Int4(256), 256)) < 0.7 * error(Int4(256))
+
+
+def test_a_rotated_unbiased_quantizer_is_unbiased():
+    quantizer, values = Rotated(QSGD(7, 64, "max"), 64), jnp.asarray(vector()[:200])
+    decode = jax.jit(jax.vmap(lambda key: quantizer.decode(quantizer.encode(values, key), 200, jnp.float32)))
+    got = np.asarray(decode(jax.random.split(jax.random.key(3), 4000)), np.float64)
+    assert quantizer.unbiased
+    assert np.abs(got.mean(0) - values).max() < 5 * got.std(0).max() / np.sqrt(4000)
+
+
+def test_root_mean_square_of_signs():
+    values = vector()[:512]
+    got = np.asarray(compiled(Sign(512, norm="rms"))(values, jax.random.key(0)))
+    np.testing.assert_allclose(got, np.sign(values) * np.sqrt(np.mean(values.astype(np.float64) ** 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rotated(Int4(), 100), "block is 100; it must be a power of two"),
+        (lambda: Rotated(Int4), "quantize is .*Int4.*; it must be a quantizer"),
+        (lambda: Sign(norm="max"), "norm is 'max'"),
+    ],
+)
+def test_options_of_rotations_and_signs(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()

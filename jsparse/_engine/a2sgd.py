@@ -123,7 +123,7 @@ class TwoMeans(Synchroniser):
 
 
 def _figures(values: jax.Array) -> list[jax.Array]:
-    """The values that are at least 0, the other magnitudes, 1 for each of the former; all twice."""
+    """Values that are at least 0, the other magnitudes, 1 for each of the former; all twice."""
     positive = values >= 0
     halves = [jnp.where(positive, values, 0), jnp.where(positive, 0, -values)]
     return [*halves, positive.astype(values.dtype), values, values]

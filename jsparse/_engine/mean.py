@@ -37,6 +37,11 @@ def over_workers(total: SparseVector | jax.Array, workers: int) -> Quotient:
     return Quotient(total, workers)
 
 
+def undivided(total: SparseVector | jax.Array, workers: int) -> Quotient:
+    """The sum as it is: of reducers that make the update themselves, as a vote does."""
+    return Quotient(total, 1)
+
+
 def over_contributors(total: SparseVector | jax.Array, workers: int) -> Quotient:
     """Each element divided by the number of workers that sent it.
 

@@ -126,9 +126,11 @@ class LeftAside(Memory):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Memory):
-    """How a worker keeps what was not delivered: ``residual' = decay * (acc - subtracted)``.
+    """How a worker keeps what was not delivered.
 
-    The default loses nothing and is what the papers do. ``error_feedback=True`` stands for it.
+    The rule is ``residual' = decay * (β (acc - subtracted) + (1 - β) residual)``. The default,
+    ``residual' = acc - delivered``, loses nothing and is what most papers do.
+    ``error_feedback=True`` stands for it.
 
     Attributes:
       decay: the factor by which a step multiplies the residual, above 0 and at most 1. Below 1,
@@ -141,6 +143,12 @@ class ErrorFeedback(Memory):
         So it warns. It is for reducers whose result depends on the sum of the residuals alone, as
         that of :func:`jsparse.powersgd` does, and is refused with all others, where elements might
         never arrive.
+        ``"sent"``: what this worker selected, as if its values had not been rounded. The rounding
+        errors are lost, as in DisTrO's code. So it warns.
+      low_pass: β, above 0 and at most 1: the share of a step's error in the residual. Below 1 the
+        residual is an average over steps, and gradient mass is lost on purpose: each step adds
+        only the part β of what it did not deliver. ScaleCom takes 0.1 with large batches, LoCo
+        0.2. A step needs memory for one more vector.
 
     >>> tx = jsparse.sparse_allreduce(
     ...     "data", select=jsparse.select.TopK(0.01), allreduce=jsparse.allreduce.TopkAllGather(),
@@ -151,7 +159,8 @@ class ErrorFeedback(Memory):
     feeds_back = True
 
     decay: float = 1.0
-    subtract: Literal["local", "mean"] = "local"
+    subtract: Literal["local", "mean", "sent"] = "local"
+    low_pass: float = 1.0
 
     def __post_init__(self):
         check_fields(self)
@@ -160,8 +169,19 @@ class ErrorFeedback(Memory):
                 f"decay is {self.decay}; it is the factor by which a step multiplies the residual, above 0 and at "
                 "most 1: to keep nothing pass error_feedback=False"
             )
-        if self.subtract not in ("local", "mean"):
-            raise ValueError(f'subtract is {self.subtract!r}; choose "local" or "mean"')
+        if not 0 < self.low_pass <= 1:
+            raise ValueError(
+                f"low_pass is {self.low_pass}; it is the share of a step's error in the residual, above 0 and at most "
+                "1, such as 0.1"
+            )
+        if self.subtract not in ("local", "mean", "sent"):
+            raise ValueError(f'subtract is {self.subtract!r}; choose "local", "mean" or "sent"')
+        if self.subtract == "sent":
+            warnings.warn(
+                "subtract is 'sent': what rounding takes from the values that are sent is lost: take 'local', the "
+                "default",
+                stacklevel=3,
+            )
         if self.subtracts_mean:
             warnings.warn(
                 "subtract is 'mean': all that differs between the workers' gradients piles up in their residuals, and "
@@ -186,13 +206,19 @@ class ErrorFeedback(Memory):
     def accumulate(
         self, state: Residual, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
     ) -> tuple[Pending, Any]:
-        return Pending(state.residual, parts, keep, layout, self.limit(layout.dtype, size)), None
+        before = state if self.low_pass < 1 else None
+        return Pending(state.residual, parts, keep, layout, self.limit(layout.dtype, size)), before
 
     def retain(
         self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Residual, Quotient]:
-        subtracted = Quotient(done.total, size).value() if self.subtract == "mean" else done.delivered
+        subtracted = {"local": done.delivered, "sent": done.sent}.get(self.subtract)
+        if subtracted is None:
+            subtracted = Quotient(done.total, size).value()
         residual = _subtract(to_dense(done.acc), subtracted)
+        if self.low_pass < 1:
+            blend = self.low_pass * residual + (1 - self.low_pass) * state.residual
+            residual = jnp.where(keep, blend, state.residual)
         if self.decay < 1:
             residual = residual * jnp.where(keep, self.decay, 1).astype(residual.dtype)
         return Residual(residual), mean

@@ -4,6 +4,7 @@ from typing import Literal
 
 from .._comm.comm import CommLike, as_comm
 from .._engine.a2sgd import TwoMeans
+from .._engine.memory import ErrorFeedback
 from .._engine.reducer import Whole
 from .._engine.space import Flat, Shards
 from .._engine.synchroniser import Composition
@@ -89,7 +90,11 @@ def qsgd(
 
 
 def quantized(
-    comm: CommLike, *, quantize: Quantizer, split: bool | Literal["ring"] = True, error_feedback: bool | None = None
+    comm: CommLike,
+    *,
+    quantize: Quantizer,
+    split: bool | Literal["ring"] = True,
+    error_feedback: bool | ErrorFeedback | None = None,
 ) -> SparseAllReduce:
     """Averages dense gradients in fewer bits, by any quantizer.
 
@@ -100,8 +105,8 @@ def quantized(
       comm: a mesh axis name, a tuple of them, or a Comm.
       quantize: the quantizer, such as ``quantize.Sign()``.
       split: as in :class:`jsparse.allreduce.Quantized`.
-      error_feedback: whether to keep what was rounded away. The default is to keep it unless the
-        quantizer is unbiased.
+      error_feedback: whether to keep what was rounded away, or how (:class:`ErrorFeedback`). The
+        default is to keep it unless the quantizer is unbiased.
 
     Returns:
       A gradient transformation.

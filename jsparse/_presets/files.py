@@ -23,12 +23,17 @@ PARTS = {"select": select, "wire": wire, "values": quantize, "quantize": quantiz
 
 
 def presets() -> dict[str, Callable[..., SparseAllReduce]]:
-    """The presets and the general form, by name: the public functions of this folder's modules."""
+    """The presets and the general form, by name: the public functions of this folder's modules.
+
+    Whole optimizers are none of them.
+    """
     public, folder = importlib.import_module(__name__.partition(".")[0]), __name__.rpartition(".")[0]
     return {
         name: function
         for name, function in inspect.getmembers(public, inspect.isfunction)
-        if function.__module__.startswith(f"{folder}.") and function.__module__ != __name__
+        if function.__module__.startswith(f"{folder}.")
+        and function.__module__ != __name__
+        and inspect.signature(function).return_annotation is SparseAllReduce
     }
 
 

@@ -104,6 +104,14 @@ class LowRank(Reducer):
             return None
         return Matrix(rows, columns, min(self.rank, rows, columns))
 
+    def applied(self, sums: Sequence[jax.Array], bases: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
+        """The right factors of the total, made of the sums of those of the workers."""
+        return sums
+
+    def taken(self, own: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The right factors of what a worker delivers, made of its own."""
+        return own
+
     def __call__(
         self, comm: Comm, pending: Pending, state: LowRankState, *, layout: Layout, step: jax.Array, keep: jax.Array
     ) -> Reduced:
@@ -135,9 +143,9 @@ class LowRank(Reducer):
         bases = _orthonormal_bases(p_sums)
         q = [factor(_multiply(a, basis, (0, 0))) for a, basis in zip(compressed(again), bases, strict=True)]
         q_sums = _sum_together(comm, q)
-        total, delivered = vector(q_sums, rest_sums), vector(q, rest)
-        pairs = zip(state.q, q_sums, bases, strict=True)
-        after = tuple(_next_factor(old, new, max(len(basis), len(new))) for old, new, basis in pairs)
+        total, delivered = vector(self.applied(q_sums, bases, comm.size), rest_sums), vector(self.taken(q), rest)
+        pairs = zip(state.q, q_sums, bases, strict=True)  # A column without a direction stays.
+        after = tuple(directions(new, old, max(len(basis), len(new))) for old, new, basis in pairs)
         return Reduced(again, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
 
 
@@ -271,18 +279,18 @@ def _scaled(x: jax.Array) -> jax.Array:
     return x / jnp.where(largest > 0, largest, 1)
 
 
-def _next_factor(old: jax.Array, new: jax.Array, longer: int) -> jax.Array:
-    """The right factor for the next step, its columns of length 1.
+def directions(factor: jax.Array, otherwise: jax.Array | float, longer: int) -> jax.Array:
+    """The columns of a sum of right factors, at length 1.
 
-    A column that is zero, but for rounding, has no direction, and the old one stays. The bound is
-    that of ``numpy.linalg.matrix_rank``.
+    A column that is zero, but for rounding, has no direction. The bound is that of
+    ``numpy.linalg.matrix_rank``.
 
     Args:
-      old: the factor of this step.
-      new: the sum of the workers' new ones.
+      factor: shape ``(columns, rank)``.
+      otherwise: what stands in place of a column without a direction.
       longer: the matrix's rows or columns, whichever are more.
     """
-    size = jnp.max(jnp.abs(new), axis=0, keepdims=True)
-    scaled = _scaled(new)
+    size = jnp.max(jnp.abs(factor), axis=0, keepdims=True)
+    scaled = _scaled(factor)
     unit = scaled / jnp.maximum(jnp.linalg.norm(scaled, axis=0, keepdims=True), 1)
-    return jnp.where(size > longer * jnp.finfo(new.dtype).eps * jnp.max(size), unit, old)
+    return jnp.where(size > longer * jnp.finfo(factor.dtype).eps * jnp.max(size), unit, otherwise)

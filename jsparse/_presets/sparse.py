@@ -9,6 +9,7 @@ from .._engine.space import Shards
 from .._engine.transform import SparseAllReduce
 from ..allreduce import (
     AllReduce,
+    CyclicTopK,
     DsarSplitAllGather,
     GTopk,
     OkTopk,
@@ -298,6 +299,30 @@ def dgc(
     plain = of_density(comm, density, reduce, options, DgcThreshold).synchroniser
     memory = MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, plain.memory)
     return SparseAllReduce.of(dataclasses.replace(plain, memory=memory))
+
+
+def scalecom(comm: CommLike, *, density: float | None = None, **options: Unpack[Options]) -> SparseAllReduce:
+    """ScaleCom: the workers take turns in choosing the elements that all of them send.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      **options: ``select`` (``TopK(density)`` by default), ``error_feedback``, ``scope`` and
+        ``dense_below``, as in :func:`sparse_allreduce`; ``wire`` may be ``Full()`` only. The
+        paper's low-pass filter, for large batches, is
+        ``error_feedback=jsparse.ErrorFeedback(low_pass=0.1)``. By default nothing is lost.
+
+    Returns:
+      A gradient transformation.
+
+    **Cost**: ``4k (P-1)/P`` words and ``4 log P`` messages a worker.
+
+    References:
+      Chen et al., ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
+      Distributed Training, NeurIPS 2020, Algorithm 1; :class:`jsparse.allreduce.CyclicTopK`.
+    """
+    return of_density(comm, density, CyclicTopK(), options)
 
 
 def hitopk(

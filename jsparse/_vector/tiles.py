@@ -55,6 +55,24 @@ def out_of_tiles(x: A, side: int | None) -> A:
     return numbers.concatenate(bands).reshape(x.shape)
 
 
+def regions(shape: Sequence[int], side: int) -> list[tuple[int, int, int, int]]:
+    """Where tiles of one shape stand, one after another, in a leaf that is in tiles.
+
+    A leaf without tiles is cut in stretches of ``side`` elements, and what is left over.
+
+    Returns:
+      For each region where it begins and ends in the leaf's vector, and the height and the width
+      of its tiles.
+    """
+    rows, columns = _matrix(shape) if has_tiles(shape, side) else (1, math.prod(shape))
+    found, begin = [], 0
+    for top, bottom, height in _spans(rows, side):
+        for left, right, width in _spans(columns, side):
+            found.append((begin, end := begin + (bottom - top) * (right - left), height, width))
+            begin = end
+    return found
+
+
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     """The rows and columns of a leaf."""
     *leading, columns = [length for length in shape if length > 1]

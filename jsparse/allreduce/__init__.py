@@ -1,6 +1,7 @@
 """All-reduces: they sum the workers' vectors."""
 
 from ._base import AllReduce, ReduceReport
+from .cyclic_topk import CyclicTopK
 from .dense import Dense
 from .dsar_split_allgather import DsarSplitAllGather
 from .extremum import maximum, minimum
@@ -14,6 +15,7 @@ from .topk_allgather import TopkAllGather
 
 __all__ = [
     "AllReduce",
+    "CyclicTopK",
     "Dense",
     "DsarSplitAllGather",
     "GTopk",

@@ -64,34 +64,44 @@ class Quantized(AllReduce):
         key = quantizer_key(self.quantize, step, comm.rank())
         if self.split:
             ring = self.split == "ring"
-            everyone, delivered = self._ring(comm, x, key) if ring else self._owners(comm, x, key, step)
+            everyone, delivered = self._ring(comm, x, key) if ring else self.by_owners(comm, x, step)
             return everyone.reshape(-1)[: x.size], delivered.reshape(-1)[: x.size], state
         message = self.quantize.encode(x, key)
         rows = comm.all_gather(message)
         total = _sum(rows, lambda i: self._read(rows[i], x), x)
         return total, self._read(message, x), state
 
-    def _owners(self, comm: Comm, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_owners(
+        self, comm: Comm, x: jax.Array, step: jax.Array, finish: Callable[[jax.Array], jax.Array] = lambda mine: mine
+    ) -> tuple[jax.Array, jax.Array]:
         """Sums each part on one worker.
 
+        Args:
+          comm: the workers.
+          x: this worker's vector.
+          step: int32 scalar, alike on all workers.
+          finish: what an owner makes of the sum of its part, before all others get it.
+
         Returns:
-          The parts of the sum, and those of what is delivered of ``x``, one in each row.
+          The parts of the sum, and those of what is delivered of ``x``, one in each row. The last
+          ones are padded.
         """
         size, rank = comm.size, comm.rank()
+        key = quantizer_key(self.quantize, step, rank)
         parts = jnp.stack([_part(x, jnp.int32(i), size) for i in range(size)])
         messages = jax.vmap(self.quantize.encode)(parts, jax.random.split(key, size))
         arrived = comm.all_to_all(messages)
         own = _part(x, rank, size)
 
         # A worker's own part is not sent, so it is not rounded.
-        mine = _sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), own)
+        mine = finish(_sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), own))
         # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
         everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
         read = jax.vmap(self._read)(messages, parts)
         return everyone, read.at[rank].set(own + (rounded - mine))
 
     def _ring(self, comm: Comm, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As :meth:`_owners`, but each part is summed on its way round the ring.
+        """As :meth:`by_owners`, but each part is summed on its way round the ring.
 
         It starts at its owner's successor and ends at its owner.
         """

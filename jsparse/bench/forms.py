@@ -7,7 +7,12 @@ from .. import quantize, select, wire
 from .._engine.transform import SparseAllReduce
 from .._presets import dense as _dense_presets
 from .._presets import sparse as presets
+from .._presets.demo import demo
+from .._presets.dion import scale_by_dion
+from .._presets.ef21 import ef21_changes
+from .._presets.onebit_adam import onebit_momentum
 from .._presets.powersgd import powersgd
+from .._presets.vote import vote
 
 
 class Form(NamedTuple):
@@ -65,6 +70,12 @@ FORMS = [
     Form("quantized, 4 bits", rounded(quantize.Float4())),
     Form("quantized, TernGrad", rounded(quantize.TernGrad())),
     Form("quantized, sign", rounded(quantize.Sign())),
+    Form("quantized, 4 bits, rotated", rounded(quantize.Rotated(quantize.Int4()))),
+    Form("vote", of_all(vote), dense_update=True),
+    # Of the steps that are measured none is dense.
+    Form("onebit_momentum", of_all(onebit_momentum, freeze_step=1), dense_update=True),
+    Form("demo", of_all(demo), dense_update=True, leaves=True),
+    Form("scale_by_dion, rank 1/16", of_all(scale_by_dion, rank_fraction=1 / 16), dense_update=True, leaves=True),
     Form("powersgd, rank 4", of_all(powersgd, rank=4), dense_update=True, leaves=True),
     Form("powersgd, rank 32", of_all(powersgd, rank=32), dense_update=True, leaves=True),
     Form("oktopk", preset(presets.oktopk)),
@@ -80,6 +91,8 @@ FORMS = [
     Form("oktopk, compact 4 bits", preset(presets.oktopk, wire=FOUR_BITS)),
     Form("topk_allgather", preset(presets.topk_allgather)),
     Form("topk_allgather, compact bf16", preset(presets.topk_allgather, wire=BF16)),
+    Form("ef21_changes", preset(ef21_changes), dense_update=True),
+    Form("scalecom", preset(presets.scalecom)),
     Form("gaussiank", preset(presets.gaussiank)),
     Form("dgc", preset(presets.dgc)),
     Form("gtopk", preset(presets.gtopk)),

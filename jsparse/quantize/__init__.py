@@ -6,6 +6,7 @@ from .cast import BFloat16, Float16
 from .codebook import Codebook
 from .float4 import Float4
 from .qsgd import QSGD, TernGrad
+from .rotated import Rotated
 from .sign import Sign
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Float16",
     "Int4",
     "Quantizer",
+    "Rotated",
     "Sign",
     "TernGrad",
 ]

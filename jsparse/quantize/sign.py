@@ -1,6 +1,7 @@
 """The signs of values, with one scale for each bucket."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from ._base import Scaled, row_maximum, share, total
 
 @dataclasses.dataclass(frozen=True)
 class Sign(Scaled):
-    """Replaces each value by its sign times the mean magnitude of the values in its bucket.
+    """Replaces each value by its sign times one magnitude for all values in its bucket.
 
     It is biased, and needs error feedback to converge.
 
@@ -19,15 +20,23 @@ class Sign(Scaled):
       zeros: whether zeros stay zeros. If true, zero is a third sign, a value takes 1.6 bits, and
         zeros do not count in the mean. If false, a value takes one bit, and zero counts as
         positive: parameters whose gradient is always zero then move to and fro.
+      norm: the magnitude is the mean of the bucket's magnitudes (``"mean"``), which is nearest to
+        the values, or the root of the mean of their squares (``"rms"``), as in 1-bit Adam.
 
     References:
       Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes,
       ICML 2019, Algorithm 1 (EF-signSGD); Seide et al., 1-Bit Stochastic Gradient Descent,
-      Interspeech 2014.
+      Interspeech 2014; Tang et al., 1-bit Adam, ICML 2021.
     """
 
     bucket: int | None = 512
     zeros: bool = True
+    norm: Literal["mean", "rms"] = "mean"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.norm not in ("mean", "rms"):
+            raise ValueError(f'norm is {self.norm!r}; choose "mean" or "rms"')
 
     def _scales(self, rows: jax.Array, m: int) -> jax.Array:
         most = row_maximum(rows)
@@ -37,7 +46,9 @@ class Sign(Scaled):
             bucket = rows.shape[1]
             count = jnp.clip(m - bucket * jnp.arange(rows.shape[0]), 1, bucket).astype(rows.dtype)
         # Sum the shares, so that no sum overflows.
-        mean = most * (total(share(rows, most[:, None])) / count)
+        shares = share(rows, most[:, None])
+        rms = self.norm == "rms"
+        mean = most * (jnp.sqrt(total(shares**2) / count) if rms else total(shares) / count)
         return jnp.where(jnp.isfinite(most), mean, most)
 
     def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:

@@ -1,0 +1,205 @@
+"""EF21-SGDM: workers send changes of their momentum, and keep the mean of what they sent."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from .._comm.comm import CommLike
+from .._engine.mean import Quotient
+from .._engine.memory import ErrorFeedback, Memory
+from .._engine.reducer import Reduced
+from .._engine.transform import SparseAllReduce
+from .._vector.arguments import check_fields
+from .._vector.layout import Layout
+from .._vector.pending import Pending
+from .._vector.sparse_vector import Leaf, to_dense
+from ..allreduce import AllReduce, TopkAllGather
+from .general import Options, of_density
+
+
+class Velocity(NamedTuple):
+    """The state of :class:`Differences`.
+
+    Attributes:
+      velocity: shape ``(n,)``: this worker's momentum, an average of its gradients.
+      kept: the state of its error feedback. The residual is the velocity less what was delivered
+        of it so far.
+    """
+
+    velocity: jax.Array
+    kept: Any
+
+    @property
+    def residual(self) -> jax.Array | None:
+        """What of the velocity was not yet delivered."""
+        return self.kept.residual
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences(Memory):
+    """The memory of :func:`ef21_changes`: what is fed back is how a velocity changes.
+
+    Attributes:
+      momentum: as in :func:`ef21_changes`.
+      feedback: how what was not delivered is kept.
+    """
+
+    momentum: float
+    feedback: Memory = ErrorFeedback()
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
+
+    @property
+    def feeds_back(self) -> bool:
+        return self.feedback.feeds_back
+
+    def init(self, n: int, dtype: DTypeLike) -> Velocity:
+        return Velocity(jnp.zeros(n, dtype), self.feedback.init(n, dtype))
+
+    def limit(self, dtype: DTypeLike, size: int) -> float:
+        return self.feedback.limit(dtype, size)
+
+    def prepare(
+        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
+    ) -> Sequence[Leaf]:
+        return list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
+
+    def accumulate(
+        self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
+    ) -> tuple[Pending, Velocity]:
+        gradient = layout.ravel(parts)
+        change = jnp.where(keep, (1 - self.momentum) * (gradient - state.velocity), 0)
+        # By windows, as a gradient comes in leaves: they are added to the residual in place.
+        windows = [change[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
+        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
+        return pending, state._replace(velocity=state.velocity + change, kept=kept)
+
+    def retain(
+        self, state: Velocity, done: Reduced, mean: Quotient, keep: jax.Array, size: int
+    ) -> tuple[Velocity, Quotient]:
+        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
+        return state._replace(kept=kept), mean
+
+    def for_dense(self) -> "Differences":
+        return dataclasses.replace(self, feedback=self.feedback.for_dense())
+
+    def in_dense_phase(self, flush: bool) -> "Differences":
+        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
+
+
+def ef21_changes(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    momentum: float = 0.9,
+    allreduce: AllReduce | None = None,
+    **options: Unpack[Options],
+) -> SparseAllReduce:
+    """The messages of EF21-SGDM: how the mean momentum changes.
+
+    Each worker keeps the momentum ``v = m v + (1 - m) g``. It selects from what of ``v`` it has
+    not yet delivered. The update is the mean of what is delivered: a change of the mean momentum,
+    not a gradient. Their sum over all steps is what :func:`ef21` returns. By itself, with
+    ``optax.trace(1.0)`` after it, this is for :func:`phases` and for :func:`sync`.
+
+    Args:
+      comm, density, momentum, allreduce: as in :func:`ef21`.
+      **options: as in :func:`ef21`.
+
+    Returns:
+      A gradient transformation. Its state holds a momentum beside the residual, both of shape
+      ``(n,)`` on a worker.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a
+    worker.
+
+    References:
+      Fatkhullin et al., Momentum Provably Improves Error Feedback!, NeurIPS 2023, Algorithm 1.
+    """
+    feedback = options.get("error_feedback", True)
+    if feedback not in (True, ErrorFeedback()):
+        raise ValueError(
+            f"error_feedback is {feedback!r}; EF21 is a form of error feedback, in which the residual is what is not "
+            "known of a momentum, and must not decay: leave it out"
+        )
+    reduce = TopkAllGather() if allreduce is None else allreduce
+    plain = of_density(comm, density, reduce, options).synchroniser
+    return SparseAllReduce.of(dataclasses.replace(plain, memory=Differences(momentum, plain.memory)))
+
+
+def ef21(
+    comm: CommLike,
+    *,
+    density: float | None = None,
+    momentum: float = 0.9,
+    allreduce: AllReduce | None = None,
+    **options: Unpack[Options],
+) -> optax.GradientTransformationExtraArgs:
+    """EF21-SGDM: the update is a dense estimate of the mean momentum, and messages correct it.
+
+    Each worker keeps the momentum ``v = m v + (1 - m) g``, and all workers keep ``h``, the mean of
+    what is known of their momenta. A worker sends the largest elements of what is not known of its
+    own, and ``h`` grows by the mean of what is sent. The update is all of ``h``. So an element
+    that waits is not missing from the update: its last estimate is used, and when it arrives it
+    does not come as a sum of many gradients. Put plain SGD after it,
+    ``optax.sgd(learning_rate)``: the updates contain the momentum already.
+
+    This is error feedback whose gradients are the changes of ``v``. So it runs with any sparse
+    all-reduce, and at density 1 it is SGD with momentum. The estimate is a sum over all steps, and
+    the rounding errors of their additions stay in it.
+
+    Args:
+      comm: a mesh axis name, a tuple of them, or a Comm.
+      density: k / n, above 0 and at most 1. It may be left out if ``select`` is given, which has a
+        density of its own.
+      momentum: m, at least 0 and below 1; the paper's η is ``1 - m``. With 0 it is EF21. ``v``
+        begins with zeros; in the paper it begins with the first gradient.
+      allreduce: the all-reduce of the selected elements; by default
+        ``allreduce.TopkAllGather()``, as in the paper, where all that is selected is delivered.
+      **options: ``select`` (``TopK(density)`` by default), ``wire``, ``error_feedback`` (True
+        only), ``scope`` and ``dense_below``, as in :func:`sparse_allreduce`.
+
+    Returns:
+      A gradient transformation: a chain of :func:`ef21_changes`, and of their sum, which is the
+      estimate, alike on all workers. A step that is not finite changes neither.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a
+    worker.
+
+    References:
+      Fatkhullin et al., Momentum Provably Improves Error Feedback!, NeurIPS 2023, Algorithm 1;
+      Richtárik et al., EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
+      Feedback, NeurIPS 2021, Algorithm 2.
+
+    Example::
+
+      tx = optax.chain(jsparse.ef21("data", density=0.01), optax.sgd(0.1))
+    """
+    changes = ef21_changes(comm, density=density, momentum=momentum, allreduce=allreduce, **options)
+    return optax.chain(changes, _summed())
+
+
+def _summed() -> optax.GradientTransformation:
+    """The sum of all updates so far; those that are not finite do not count."""
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        sums = jax.tree.map(jnp.add, state.trace, updates)
+        finite = jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]).all()
+        return sums, optax.TraceState(jax.tree.map(lambda new, old: jnp.where(finite, new, old), sums, state.trace))
+
+    return optax.GradientTransformation(optax.trace(1.0).init, update)

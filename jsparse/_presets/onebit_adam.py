@@ -1,0 +1,232 @@
+"""1-bit Adam: Adam whose momentum is sent as signs, once its second moments are frozen."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from .._comm.comm import CommLike, as_comm
+from .._engine.mean import Quotient
+from .._engine.memory import ErrorFeedback, Memory
+from .._engine.phases import phases
+from .._engine.reducer import Reduced, Whole
+from .._engine.synchroniser import Composition
+from .._engine.transform import SparseAllReduce
+from .._vector.arguments import check_fields, check_kind
+from .._vector.density import check_steps
+from .._vector.layout import Layout
+from .._vector.pending import Pending
+from .._vector.sparse_vector import Leaf, to_dense
+from ..allreduce import Quantized
+from ..quantize import Quantizer, Sign
+from .dense import dense
+
+ONE_BIT = Sign(zeros=False, norm="rms")
+
+
+class Shared(NamedTuple):
+    """The state of :class:`SharedMomentum`.
+
+    Attributes:
+      momentum: shape ``(n,)``: the last update, alike on all workers.
+      kept: the state of its error feedback.
+    """
+
+    momentum: jax.Array
+    kept: Any
+
+    @property
+    def residual(self) -> jax.Array | None:
+        """What was accumulated and not yet delivered."""
+        return self.kept.residual
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMomentum(Memory):
+    """The memory of :func:`onebit_momentum`: a gradient is added to what all have agreed on.
+
+    Attributes:
+      momentum: as in :func:`onebit_momentum`.
+      feedback: how what was not delivered is kept.
+    """
+
+    momentum: float
+    feedback: Memory = ErrorFeedback()
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
+
+    @property
+    def feeds_back(self) -> bool:
+        return self.feedback.feeds_back
+
+    def init(self, n: int, dtype: DTypeLike) -> Shared:
+        return Shared(jnp.zeros(n, dtype), self.feedback.init(n, dtype))
+
+    def limit(self, dtype: DTypeLike, size: int) -> float:
+        return self.feedback.limit(dtype, size)
+
+    def prepare(
+        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
+    ) -> Sequence[Leaf]:
+        return list(map(to_dense, leaves))  # Every element of a momentum changes in every step.
+
+    def accumulate(
+        self, state: Shared, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
+    ) -> tuple[Pending, Shared]:
+        own = self.momentum * state.momentum + (1 - self.momentum) * layout.ravel(parts)
+        # By windows, as a gradient comes in leaves: they are added to the residual in place.
+        windows = [own[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
+        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
+        return pending, state._replace(kept=kept)
+
+    def retain(
+        self, state: Shared, done: Reduced, mean: Quotient, keep: jax.Array, size: int
+    ) -> tuple[Shared, Quotient]:
+        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
+        return Shared(jnp.where(keep, to_dense(mean.value()), state.momentum), kept), mean
+
+    def for_dense(self) -> "SharedMomentum":
+        return dataclasses.replace(self, feedback=self.feedback.for_dense())
+
+    def in_dense_phase(self, flush: bool) -> "SharedMomentum":
+        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
+
+
+def onebit_momentum(
+    comm: CommLike, *, freeze_step: int, momentum: float = 0.9, quantize: Quantizer = ONE_BIT
+) -> SparseAllReduce:
+    """The momentum of 1-bit Adam: dense at first, then sent as signs.
+
+    All workers have the same momentum m. A worker sends ``b m + (1 - b) g``, with its own gradient
+    g, and the mean of these is the next m and the update. In the first ``freeze_step`` steps they
+    are summed densely. From then on they are quantized twice, by each worker and by the owner of
+    each part of the sum, and what that rounds away is fed back. :func:`onebit_adam` is the whole
+    optimizer.
+
+    Args:
+      comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
+      freeze_step: the number of dense steps, at least 1.
+      momentum: b, at least 0 and below 1.
+      quantize: of the later steps. By default the signs of 512 values have one scale, the root of
+        the mean of their squares; in DeepSpeed's code all values of a tensor have one.
+
+    Returns:
+      A gradient transformation. Its state holds the momentum beside the residual, both of shape
+      ``(n,)`` on a worker.
+
+    Raises:
+      ValueError: an argument is out of range; the quantizer rounds at random.
+
+    **Cost**: in the first steps that of :func:`dense`; then ``2 (P-1)/P n (1/32 + 1/512)`` words
+    and ``P - 1 + log P`` messages a worker.
+
+    References:
+      Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+      Convergence Speed, ICML 2021, Algorithm 1.
+    """
+    check_kind("freeze_step", freeze_step, int)
+    check_steps("freeze_step", freeze_step)
+    reducer = Whole(Quantized(quantize, split=True))
+    later = SparseAllReduce.of(Composition(as_comm(comm), reducer, SharedMomentum(momentum)))
+    return phases(((freeze_step, dense(comm)), later))
+
+
+class FrozenMoments(NamedTuple):
+    """The state of the scaling in :func:`onebit_adam`.
+
+    Attributes:
+      count: int32 scalar: steps so far.
+      momentum: the momentum of the step before.
+      second: the second moments.
+    """
+
+    count: jax.Array
+    momentum: optax.Updates
+    second: optax.Updates
+
+
+def _by_frozen_moments(freeze_step: int, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """Divides a momentum by the roots of second moments, which grow in the first steps only."""
+
+    def init(params: optax.Params) -> FrozenMoments:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return FrozenMoments(jnp.int32(0), zeros, zeros)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
+        finite = jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]).all()
+        grows = state.count < freeze_step
+
+        def moment(second, new, old):
+            gradient = (new - b1 * old) / (1 - b1)
+            return jnp.where(finite & grows, b2 * second + (1 - b2) * gradient**2, second)
+
+        second = jax.tree.map(moment, state.second, updates, state.momentum)
+        momentum = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, state.momentum)
+        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), updates, second)
+        return scaled, FrozenMoments(state.count + finite, momentum, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def onebit_adam(
+    comm: CommLike,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    freeze_step: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    quantize: Quantizer = ONE_BIT,
+) -> optax.GradientTransformationExtraArgs:
+    """1-bit Adam, a whole optimizer: dense Adam at first, then signs of the momentum.
+
+    Adam's second moments change little after a while. From ``freeze_step`` on they stay as they
+    are, and only the momentum is sent, in one bit an element (:func:`onebit_momentum`). There is
+    no bias correction, as in DeepSpeed's code, so warm the learning rate up.
+
+    Args:
+      comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
+      learning_rate: a number or a schedule.
+      freeze_step: the number of dense steps, at least 1; the authors take 15 to 20 % of a run. If
+        second moments are frozen while they are still small, training diverges. Where a gradient
+        is zero all the time before, its update is divided by ``eps`` ever after: give such leaves
+        another optimizer.
+      b1: the momentum.
+      b2: of the second moments.
+      eps: added to the roots of the second moments.
+      weight_decay: times the learning rate, as in AdamW.
+      quantize: as in :func:`onebit_momentum`.
+
+    Returns:
+      A gradient transformation, a whole optimizer.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example::
+
+      tx = jsparse.onebit_adam("data", schedule, freeze_step=2000)
+      step = jsparse.train_step(loss_fn, tx, mesh, "data")
+
+    **Cost**: that of :func:`onebit_momentum`. The second moments are made of mean gradients, which
+    are recovered from the momenta of two steps, to rounding.
+
+    References:
+      Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+      Convergence Speed, ICML 2021, Algorithm 1; DeepSpeed, ``onebit/adam.py``.
+    """
+    return optax.chain(
+        onebit_momentum(comm, freeze_step=freeze_step, momentum=b1, quantize=quantize),
+        _by_frozen_moments(freeze_step, b1, b2, eps),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )

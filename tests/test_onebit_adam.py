@@ -1,0 +1,114 @@
+"""1-bit Adam: dense at first, then signs of a shared momentum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jsparse
+from transports import AXIS
+
+SIZE, N = 4, 2048
+B1, B2, EPS = 0.9, 0.99, 1e-8
+
+
+def start(tx):
+    state = jax.jit(jax.vmap(lambda _: tx.init(jnp.zeros(N)), axis_name=AXIS))(jnp.arange(SIZE))
+    return state, jax.jit(jax.vmap(lambda g, s: tx.update(g, s, jnp.zeros(N)), axis_name=AXIS))
+
+
+def gradients(steps: int) -> np.ndarray:
+    """A common direction, and noise of each worker."""
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal(N)
+    return (common + rng.standard_normal((steps, SIZE, N))).astype(np.float32)
+
+
+def test_it_is_adam_at_first_then_its_moments_are_frozen():
+    freeze, rate = 6, 0.5
+    state, update = start(jsparse.onebit_adam(AXIS, rate, freeze_step=freeze, b1=B1, b2=B2, eps=EPS))
+    momentum, second = np.zeros(N), np.zeros(N)
+    for number, gradient in enumerate(gradients(12)):
+        updates, state = update(gradient, state)
+        got = np.asarray(updates)
+        assert (got == got[:1]).all()
+        if number < freeze:
+            mean = gradient.mean(0, dtype=np.float64)
+            momentum, second = B1 * momentum + (1 - B1) * mean, B2 * second + (1 - B2) * mean**2
+        else:
+            momentum = np.asarray(state[0].buckets[0].memory.momentum, np.float64)[0]
+        want = -rate * momentum / (np.sqrt(second) + EPS)
+        np.testing.assert_allclose(got[0], want, rtol=2e-4, atol=2e-4)
+
+
+def test_what_is_rounded_is_fed_back():
+    """Sums of signs: an update has few magnitudes, and the mean of updates is the momentum's."""
+    tx = jsparse.onebit_momentum(AXIS, freeze_step=1, momentum=B1)
+    state, update = start(tx)
+    exact, off, wanted = np.zeros(N), np.zeros(N), np.zeros(N)
+    for number, gradient in enumerate(gradients(300)):
+        updates, state = update(gradient, state)
+        exact = B1 * exact + (1 - B1) * gradient.mean(0)
+        if number:
+            # Each part of the sum has a scale for each of its buckets of 512.
+            assert len(np.unique(np.abs(np.asarray(updates)[0]))) <= N / 512 + SIZE
+        off, wanted = off + np.asarray(updates, np.float64)[0], wanted + exact
+    assert np.abs(off - wanted).mean() < 0.1 * np.abs(wanted).mean()
+
+
+def test_it_trains_as_adam_does():
+    rng = np.random.default_rng(0)
+    true = jnp.asarray(rng.standard_normal(64), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((SIZE, 128, 64)), jnp.float32)
+
+    def run(tx):
+        def each(x):
+            def step(carry, _):
+                params, state = carry
+                value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ (w - true)) ** 2))(params)
+                updates, state = tx.update(grads, state, params)
+                return (optax.apply_updates(params, updates), state), value
+
+            return jax.lax.scan(step, (jnp.zeros(64), tx.init(jnp.zeros(64))), None, 300)[1]
+
+        return np.asarray(jax.jit(jax.vmap(each, axis_name=AXIS))(x)).mean(0)
+
+    rate = optax.linear_schedule(0.03, 0.0, 300)
+    one_bit = run(jsparse.onebit_adam(AXIS, rate, freeze_step=60, b2=B2))
+    adam = run(optax.chain(jsparse.dense(AXIS), optax.adam(rate, b2=B2)))
+    assert adam[-1] < 0.01 * adam[0]
+    assert one_bit[-1] < 0.01 * one_bit[0]
+
+
+def test_a_bad_step_changes_nothing():
+    tx = jsparse.onebit_adam(AXIS, 0.1, freeze_step=2)
+    state, update = start(tx)
+    given = gradients(4)
+    for number, gradient in enumerate(given):
+        spoilt = gradient.copy()
+        spoilt[1, 7] = np.nan
+        updates, after = update(spoilt, state)
+        assert np.isnan(updates).all()
+        assert (np.asarray(after[1].count) == number).all()
+        jax.tree.map(np.testing.assert_array_equal, (after[0].buckets, after[1]), (state[0].buckets, state[1]))
+        _, state = update(gradient, state)
+
+
+def test_what_it_sends():
+    """Bits and scales, one for each 512."""
+    tx = jsparse.onebit_momentum("data", freeze_step=1)
+    n, size = 2**20, 4
+    least, most = jsparse.cost.exact(tx, jax.ShapeDtypeStruct((n,), jnp.float32), size)
+    opening = 2 * 4 * 2 * (size - 1) // size
+    assert least.bytes == 2 * (size - 1) * (n // size) // 8 * (1 + 32 / 512) + opening
+    assert most.bytes == 8 * n * (size - 1) // size + opening
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="momentum is 1"):
+        jsparse.onebit_momentum(AXIS, freeze_step=3, momentum=1.0)
+    with pytest.raises(ValueError, match="freeze_step is 0"):
+        jsparse.onebit_momentum(AXIS, freeze_step=0)
+    with pytest.raises(ValueError, match="rounds at random"):
+        jsparse.onebit_momentum(AXIS, freeze_step=3, quantize=jsparse.quantize.QSGD())

@@ -1,0 +1,64 @@
+"""Majority vote, and the optimizers that are made of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jsparse
+import oracles
+from transports import AXIS
+
+
+def votes(tx, gradient: np.ndarray) -> np.ndarray:
+    def each(x):
+        return tx.update(x, tx.init(x))[0]
+
+    return np.asarray(jax.jit(jax.vmap(each, axis_name=AXIS))(gradient))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ties_and_zeros(size: int):
+    rng = np.random.default_rng(0)
+    gradient = rng.integers(-1, 2, (size, 1003)).astype(np.float32) * rng.random((size, 1003)).astype(np.float32)
+    got = votes(jsparse.vote(AXIS), gradient)
+    np.testing.assert_array_equal(got, np.tile(oracles.vote(gradient), (size, 1)))
+    one_bit = votes(jsparse.vote(AXIS, zeros=False), gradient)
+    wanted = np.where(np.where(gradient < 0, -1, 1).sum(0) < 0, -1, 1)
+    np.testing.assert_array_equal(one_bit, np.tile(wanted, (size, 1)))
+
+
+def test_magnitudes_have_no_vote():
+    gradient = np.array([[1e30, 1e-30, -1.0], [-1e-30, 1e-37, 1e30], [-1e-30, -1e30, 1e-10]], np.float32)
+    np.testing.assert_array_equal(votes(jsparse.vote(AXIS), gradient)[0], [-1, 1, 1])
+
+
+def test_what_it_sends():
+    n, size = 2**20, 4
+    for zeros, digits in ((True, 20), (False, 32)):
+        least, most = jsparse.cost.exact(
+            jsparse.vote("data", zeros=zeros), jax.ShapeDtypeStruct((n,), jnp.float32), size
+        )
+        words = -(-(n // size) // digits) + 1  # And a scale.
+        assert least == most
+        assert least.bytes == 4 * 2 * (size - 1) * words
+
+
+@pytest.mark.parametrize("rule", ["signum", "lion"])
+def test_it_trains(rule: str):
+    """The docstring's optimizers, through a training step: replicas agree, and the loss falls."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    rng = np.random.default_rng(0)
+    true = rng.standard_normal((20, 1)).astype(np.float32)
+    x = rng.standard_normal((200, 64, 20)).astype(np.float32)
+    first = {"signum": optax.ema(0.9, debias=False), "lion": optax.scale_by_lion()}[rule]
+    rate = optax.scale_by_learning_rate(optax.linear_schedule(0.05, 0.001, 200))
+    tx = optax.chain(jsparse.per_worker(first), jsparse.vote("data"), rate)
+    step = jsparse.train_step(lambda p, b: jnp.mean((b[0] @ p["w"] - b[1]) ** 2), tx, mesh, "data")
+    state, losses = step.init({"w": jnp.zeros((20, 1))}), []
+    for part in x:
+        state, loss = step(state, (part, part @ true))
+        losses.append(float(loss))
+    assert losses[-1] < 0.01 * losses[0]
