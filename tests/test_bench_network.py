@@ -20,7 +20,7 @@ from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
 from jsparse.bench.job import NetworkJob
 from jsparse.bench.network_worker import Selecting, synchroniser
-from jsparse.bench.reports import run_workers
+from jsparse.bench.reports import WorkerFailedError, run_workers
 from jsparse.bench.timing import time_steps
 
 N = 20_000
@@ -77,7 +77,25 @@ def test_a_small_benchmark_of_several_devices(tmp_path):
 @needs_network
 def test_an_error_of_a_worker_is_shown():
     with pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
-        run_workers(JOB, ["jsparse.bench.nothing"], 1)
+        run_workers([("jsparse.bench.nothing", JOB)], 1)
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch, capsys):
+    """One host had told of a form, the others had not yet."""
+    told = reports(JOB)
+    told[1].pop()
+
+    def fail(job):
+        raise WorkerFailedError("a worker failed:\nno memory", told)
+
+    monkeypatch.setattr(network, "measure", fail)
+    path = tmp_path / "x.json"
+    options = ["--hosts", "3", "--rate", "1gbit", "100mbit", "--size", str(N), "--json", str(path)]
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "network", *options])
+    assert "no memory" in capsys.readouterr().err
+    names = [form["name"] for form in json.loads(path.read_text())["forms"]]
+    assert names == 2 * ["dense"] + 2 * ["oktopk"] + ["torch all_reduce"]
 
 
 def reports(job: NetworkJob) -> list[list[dict]]:

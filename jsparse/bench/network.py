@@ -21,6 +21,7 @@ PowerSGD are measured in the same run. Needs Linux and root.
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -36,12 +37,14 @@ from .command import add_output_options, check_at_least, numbers, output, subplo
 from .forms import FORMS
 from .hosts import bits_per_second
 from .job import NetworkJob, add_job_options
-from .reports import run_workers, slowest
+from .reports import WorkerFailedError, run_workers, slowest
 from .timing import spread
 from .torch_worker import TORCH_FORMS
 
 HELP = "time one synchronisation over slow links, in every form"
 PARTS = ("selection", "rest", "communication")
+# How many forms are measured in one process of a host.
+TOGETHER = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,14 @@ def run(args: argparse.Namespace) -> None:
     # A process of PyTorch is one worker.
     names = ours if args.devices > 1 else [*ours, *TORCH_FORMS]
     job = NetworkJob.chosen(args, names, default=names)
-    output(args, {**describe(job), "forms": measure(job)}, show, draw_times)
+    try:
+        forms = measure(job)
+    except WorkerFailedError as error:
+        forms = combine(job, error.reports)
+        if forms:  # So that a long measurement is not lost.
+            output(args, {**describe(job), "forms": forms}, show, draw_times)
+        raise
+    output(args, {**describe(job), "forms": forms}, show, draw_times)
 
 
 def describe(job: NetworkJob) -> dict[str, Any]:
@@ -78,11 +88,20 @@ def describe(job: NetworkJob) -> dict[str, Any]:
 
 
 def measure(job: NetworkJob) -> list[dict[str, Any]]:
-    """Runs the job on as many hosts, and returns the figures of every form at every rate."""
-    modules = ["jsparse.bench.network_worker"]
+    """Runs the job on as many hosts, and returns the figures of every form at every rate.
+
+    Processes keep what they free, and their memory grows from form to form. So a few forms at a
+    time are measured in new ones.
+
+    Raises:
+      WorkerFailedError: a worker failed.
+    """
+    ours = [form.name for form in FORMS if form.name in job.forms]
+    groups = [ours[begin : begin + TOGETHER] for begin in range(0, len(ours), TOGETHER)]
+    runs = [("jsparse.bench.network_worker", dataclasses.replace(job, forms=group)) for group in groups]
     if importlib.util.find_spec("torch") and any(name in job.forms for name in TORCH_FORMS):
-        modules.append("jsparse.bench.torch_worker")
-    return combine(job, run_workers(job, modules, len(job.rates) * len(job.forms)))
+        runs.append(("jsparse.bench.torch_worker", job))
+    return combine(job, run_workers(runs, len(job.rates) * len(job.forms)))
 
 
 def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -120,9 +139,8 @@ def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[s
         results.append(result)
     for rate in job.rates:
         here = [result for result in results if result["rate"] == rate]
-        dense = next(result["median_ms"] for result in here if result["name"] == "dense")
-        for result in here:
-            result["times_faster_than_dense"] = dense / result["median_ms"]
+        for result in here:  # Dense is the first.
+            result["times_faster_than_dense"] = here[0]["median_ms"] / result["median_ms"]
     return results
 
 

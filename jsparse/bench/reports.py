@@ -34,12 +34,24 @@ def ask_for_rate(rate: str) -> None:
         sys.stdin.readline()
 
 
-def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[str, Any]]]:
-    """Runs modules on a job's hosts, one after the other, behind a progress bar.
+class WorkerFailedError(ValueError):
+    """A worker failed; the message ends with the last lines that the workers wrote.
+
+    Attributes:
+      reports: those of each host until then, as many of each.
+    """
+
+    def __init__(self, message: str, reports: Sequence[list[dict[str, Any]]]):
+        super().__init__(message)
+        self.reports = [told[: min(map(len, reports))] for told in reports]
+
+
+def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[str, Any]]]:
+    """Runs modules on hosts, one after the other, behind a progress bar.
 
     Args:
-      job: what to do. As JSON it is each module's argument.
-      modules: their names, such as ``"jsparse.bench.network_worker"``.
+      runs: the modules' names, such as ``"jsparse.bench.network_worker"``, and what each is to do.
+        As JSON that is the module's argument. All jobs have the same hosts and rates.
       total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
         none, at the number of reports so far.
 
@@ -47,8 +59,9 @@ def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[
       The reports of each host.
 
     Raises:
-      ValueError: a worker failed; the message ends with the last lines that the workers wrote.
+      WorkerFailedError: a worker failed.
     """
+    _, job = runs[0]
     reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
     with (
         Network(job.hosts, job.rates[0]) as network,
@@ -71,11 +84,13 @@ def run_workers(job: Job, modules: Sequence[str], total: int) -> list[list[dict[
             done = report.get("done", len(reports[rank]))
             progress.update(task, description=report["name"], completed=done)
 
-        for module in modules:
-            command = [sys.executable, "-m", module, job.written()]
+        for module, part in runs:
+            command = [sys.executable, "-m", module, part.written()]
             if any(network.run(command, hear, stdin=subprocess.PIPE, stderr=errors, env={FOLDER: folder})):
                 errors.seek(0)
-                raise ValueError("a worker failed:\n" + "\n".join(errors.read().splitlines()[-30:]))
+                lines = errors.read().splitlines()[-30:]
+                raise WorkerFailedError("a worker failed:\n" + "\n".join(lines), reports)
+            network.set_rate(job.rates[0])
     return reports
 
 

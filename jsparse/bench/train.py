@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 def train(job: Any) -> list[list[dict[str, Any]]]:
     """Runs the job, and returns each host's reports, one for each training."""
     total = len(job.forms) * len(job.rates) * job.steps
-    reports = run_workers(job, ["jsparse.bench.train_worker"], total)
+    reports = run_workers([("jsparse.bench.train_worker", job)], total)
     return [[report for report in told if "step_ms" in report] for told in reports]
 
 
