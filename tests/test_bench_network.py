@@ -75,6 +75,18 @@ def test_a_small_benchmark_of_several_devices(tmp_path):
 
 
 @needs_network
+def test_forms_in_several_processes(tmp_path, monkeypatch):
+    """Programs of the first do not reach the second."""
+    monkeypatch.setattr(network, "TOGETHER", 1)
+    path = tmp_path / "x.json"
+    options = ["--hosts", "2", "--size", str(N), "--repeats", "2", "--form", "oktopk", "--form", "vote"]
+    cli.main(["bench", "network", *options, "--rate", "1gbit", "100mbit", "--json", str(path)])
+    forms = json.loads(path.read_text())["forms"]
+    assert [form["name"] for form in forms] == [name for name in ("dense", "vote", "oktopk") for _ in range(2)]
+    assert [form["rate"] for form in forms] == 3 * ["1gbit", "100mbit"]
+
+
+@needs_network
 def test_an_error_of_a_worker_is_shown():
     with pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
         run_workers([("jsparse.bench.nothing", JOB)], 1)

@@ -67,7 +67,6 @@ def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[s
         Network(job.hosts, job.rates[0]) as network,
         progress_bar() as progress,
         tempfile.TemporaryFile("w+") as errors,
-        tempfile.TemporaryDirectory() as folder,
     ):
         task = progress.add_task("starting", total=total)
 
@@ -86,7 +85,9 @@ def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[s
 
         for module, part in runs:
             command = [sys.executable, "-m", module, part.written()]
-            if any(network.run(command, hear, stdin=subprocess.PIPE, stderr=errors, env={FOLDER: folder})):
+            with tempfile.TemporaryDirectory() as folder:
+                ended = network.run(command, hear, stdin=subprocess.PIPE, stderr=errors, env={FOLDER: folder})
+            if any(ended):
                 errors.seek(0)
                 lines = errors.read().splitlines()[-30:]
                 raise WorkerFailedError("a worker failed:\n" + "\n".join(lines), reports)
