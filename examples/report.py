@@ -116,15 +116,17 @@ def plot_rounds(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def plot_bytes(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Draws the last validation loss of each run by the bytes sent, and all losses by steps."""
+
+    def first(own: list[dict[str, Any]]) -> dict[str, Any]:
+        return next((run for run in own if run["budget"] in (0, 256)), own[0])
+
     figure, (sent, by_step) = plt.subplots(1, 2, figsize=(13, 6), layout="constrained", sharey=True)
     best = min(run["mean"] for run in runs)
     for number, method in enumerate(dict.fromkeys(run["method"] for run in runs)):
         own = sorted((run for run in runs if run["method"] == method), key=lambda run: run["bytes"][-1])
         style = {"color": f"C{number % 10}", "marker": "os^vD"[number // 10]}
         sent.plot([run["bytes"][-1] for run in own], [run["mean"] for run in own], label=method, **style)
-        for run in own if len(own) == 1 else [run for run in own if run["budget"] == 256]:
-            parts = len(run["loss"])
-            by_step.plot(np.arange(1, parts + 1) * run["steps"] / parts, run["loss"], **style, markersize=3)
+        by_step.plot(first(own)["at"], first(own)["loss"], **style, markersize=3)
     sent.set(
         xlabel="bytes sent by a worker",
         ylabel="validation loss, nats a byte",

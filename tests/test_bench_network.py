@@ -203,7 +203,7 @@ def test_every_preset_is_a_form():
 
 
 ALONE = ["dense", "oktopk, dense update", "gtopk, tree", "ssar_recursive_doubling", "dsar_split_allgather", "hitopk"]
-ALONE += ["torus", "a2sgd", "qsgd", "parameter_server", "powersgd, rank 4", "oktopk, leaf"]
+ALONE += ["torus", "a2sgd", "qsgd", "parameter_server", "powersgd, rank 4", "topk_allgather, leaf"]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.name in ALONE], ids=lambda form: form.name)

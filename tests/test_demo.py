@@ -97,6 +97,18 @@ def test_signs_alone():
     assert lost["lost"] > 0.1
 
 
+def test_huge_gradients_leave_it_finite():
+    """Sums of a tile's elements would pass the largest float."""
+    params = jnp.zeros((64, 64))
+    tx = jsparse.demo(AXIS, k=8)
+    state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(2))
+    signs = np.where(np.arange(64) % 3, 1.0, -1.0)
+    for scale in (3e38, -3e38, 1.0):
+        gradient = np.tile(np.float32(scale) * signs.astype(np.float32), (2, 64, 1))
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradient, state)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
+
+
 def test_what_it_sends():
     """k of each c coefficients, to each of the other workers."""
     params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}

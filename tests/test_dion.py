@@ -67,6 +67,19 @@ def test_momenta_apart_are_one_momentum():
         np.testing.assert_allclose(np.asarray(many.buckets[0].residual).mean(0), one.buckets[0].residual[0], atol=1e-3)
 
 
+def test_rounding_errors_have_no_direction():
+    """Of a momentum of rank 2, an update has two directions, which are the momentum's."""
+    rng = np.random.default_rng(0)
+    left, right = np.linalg.qr(rng.standard_normal((64, 2)))[0], np.linalg.qr(rng.standard_normal((64, 2)))[0]
+    gradient = {"w": np.tile((left * [3.0, 1.0]) @ right.T, (2, 1, 1)).astype(np.float32)}
+    state, update = start(preset, 2, {"w": jnp.zeros((64, 64))})
+    for _ in range(4):
+        updates, state = update(gradient, state)
+        got = np.asarray(updates["w"][0], np.float64)
+        np.testing.assert_allclose(left @ (left.T @ got), got, atol=1e-4)
+        assert np.linalg.norm(got) == pytest.approx(np.sqrt(2), abs=0.01)
+
+
 def test_zeros_stay_finite():
     state, update = start(preset, 2)
     zeros = {name: np.zeros((2, *shape), np.float32) for name, shape in SHAPES.items()}

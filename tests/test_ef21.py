@@ -104,6 +104,29 @@ def test_small_leaves_go_densely():
         np.testing.assert_allclose(updates["b"][0], velocity[:, 200:].mean(0), atol=1e-5)
 
 
+def test_narrow_leaves_forget_no_small_change():
+    """The estimate is in float32, whatever the leaves are."""
+    tx = jsparse.ef21(AXIS, density=1.0, momentum=0.99)
+    params = jnp.zeros(4, jnp.bfloat16)
+    state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(2))
+
+    def step(state, _):
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(jnp.ones((2, 4), jnp.bfloat16), state)
+        return state, updates
+
+    state, updates = jax.lax.scan(step, state, None, 500)
+    assert updates.dtype == jnp.bfloat16
+    np.testing.assert_allclose(updates[-1].astype(jnp.float32), 1 - 0.99**500, rtol=1e-2)
+
+
+def test_huge_gradients_leave_it_finite():
+    state, update = start(jsparse.ef21(AXIS, density=1.0, momentum=0.0))
+    for sign in (1, -1, 1, 0):
+        updates, state = update(leaves(np.full((SIZE, N), sign * 3e38, np.float32)), state)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
+    assert np.abs(flat(updates)).max() < 1e32
+
+
 @pytest.mark.parametrize("feedback", [False, jsparse.ErrorFeedback(0.9), jsparse.ErrorFeedback(low_pass=0.5)])
 def test_its_residual_must_not_decay(feedback):
     with pytest.raises(ValueError, match=r"error_feedback is .*must not decay: leave it out"):

@@ -118,6 +118,37 @@ def test_the_mean_is_for_low_rank(make):
         jsparse.powersgd(AXIS, subtract="mean")
 
 
+def test_what_is_sent_is_for_what_selects():
+    with pytest.warns(UserWarning, match="subtract is 'sent'"):
+        sent = jsparse.ErrorFeedback(subtract="sent")
+    with pytest.raises(ValueError, match=r"subtract is 'sent' with .*nothing would be fed back"):
+        jsparse.quantized(AXIS, quantize=jsparse.quantize.Block8(), error_feedback=sent)
+
+
+@pytest.mark.parametrize("make", [jsparse.allreduce.OkTopk, jsparse.allreduce.GTopk, jsparse.allreduce.CyclicTopK])
+def test_what_is_sent_loses_no_element_that_was_not_delivered(make):
+    """On a lossless wire it is the default: what a global top-k cuts is kept."""
+    with pytest.warns(UserWarning, match="subtract is 'sent'"):
+        sent = jsparse.ErrorFeedback(subtract="sent")
+    select = jsparse.select.TopK(0.05)
+    both = [
+        Row(
+            "sent",
+            lambda comm, _, f=f: jsparse.sparse_allreduce(comm, select=select, allreduce=make(), error_feedback=f),
+        )
+        for f in (sent, True)
+    ]
+    (lossy, first), (lossless, second) = (
+        (transports.workers(row, SIZE)[1], transports.workers(row, SIZE)[0]) for row in both
+    )
+    for gradient in scenarios.take("ordinary", SIZE, 4):
+        _, first = lossy(transports.tree(gradient), first)
+        _, second = lossless(transports.tree(gradient), second)
+        delivered = np.asarray(second.buckets[0].residual) == 0
+        assert (np.asarray(first.buckets[0].residual)[~delivered] != 0).all()
+    np.testing.assert_array_equal(first.buckets[0].residual, second.buckets[0].residual)
+
+
 def test_the_default_is_what_true_says():
     for by_name, by_default in zip(run(jsparse.ErrorFeedback(), False), run(True, False), strict=True):
         for ours, theirs in zip(by_name, by_default, strict=True):

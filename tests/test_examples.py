@@ -18,7 +18,7 @@ from test_readers import learnable
 
 import jsparse
 import processes
-from examples import fill_in, paper_rule, train, unlike
+from examples import fill_in, loss_for_a_byte, paper_rule, train, unlike
 from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
@@ -153,6 +153,58 @@ def test_example_8_local_steps(tmp_path):
     assert 0 < sparseloco[-1] < streaming[-1] / 4
     assert losses[2] < losses[0]
     assert losses[5] < losses[3]
+
+
+@pytest.fixture
+def text(tmp_path) -> pathlib.Path:
+    """A text that one can learn: words in turn."""
+    for part, count in (("train", 400), ("valid", 40)):
+        (tmp_path / f"{part}.txt").write_text("one two three four five six seven\n" * count)
+    return tmp_path
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", loss_for_a_byte.METHODS)
+def test_every_method_of_the_comparison_keeps_its_budget(name: str, text: pathlib.Path):
+    budget = 4 if loss_for_a_byte.METHODS[name].budgets != (0,) else 0
+    method = loss_for_a_byte.METHODS[name]
+    setting = loss_for_a_byte.Setting(name, budget, method.rates[1], method.outers[-1], 0, 20)
+    with jax.numpy_rank_promotion("allow"):  # The example is its own program.
+        line = loss_for_a_byte.train(loss_for_a_byte.task_of(text, 0), setting)
+    assert line["at"][-1] == 20
+    assert np.isfinite(line["loss"]).all()
+    dense = 20 * 6 * 132_992
+    assert 0 < line["bytes"][-1] <= (dense / budget if budget else 1.1 * dense)
+
+
+def test_the_comparison_goes_on_where_it_was(text: pathlib.Path, monkeypatch, capsys):
+    """First all rates, then other seeds of the best, then other budgets; nothing is run twice."""
+    runs = []
+
+    def train(task, setting):
+        runs.append(setting)
+        loss = 1 + abs(setting.rate - 4e-3) + setting.seed / 100
+        return setting._asdict() | {"every": 0, "seconds": 0.0, "at": [20], "bytes": [1e6], "loss": [loss]}
+
+    monkeypatch.setattr(loss_for_a_byte, "train", train)
+    monkeypatch.setattr(loss_for_a_byte, "task_of", lambda directory, seed: None)
+    out, plot = text / "runs.jsonl", text / "x.png"
+    options = ["x", str(text), "--out", str(out), "--steps", "20", "--method", "dense", "oktopk", "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", options)
+    loss_for_a_byte.main()
+    assert len(runs) == 6 + 6 + 2 * 2 + 2 * 6
+    assert [(run.method, run.rate, run.seed) for run in runs[12:16]] == [
+        (name, 4e-3, seed) for seed in (1, 2) for name in ("dense", "oktopk")
+    ]
+    assert {run.budget for run in runs[16:]} == {32, 1500}
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    printed = capsys.readouterr().out
+    assert "1.000 - 1.020" in printed
+    # The last line is torn.
+    out.write_text(out.read_text()[:-7])
+    loss_for_a_byte.main()
+    assert runs[-1] == runs[-2]
+    assert len(out.read_text().splitlines()) == len(runs) - 1 == 28
 
 
 def scalars(data: bytes):

@@ -473,6 +473,7 @@ def test_root_mean_square_of_signs():
     [
         (lambda: Rotated(Int4(), 100), "block is 100; it must be a power of two"),
         (lambda: Rotated(Int4), "quantize is .*Int4.*; it must be a quantizer"),
+        (lambda: Rotated(Codebook(2)), "quantize is Codebook.*for values that are not zero"),
         (lambda: Sign(norm="max"), "norm is 'max'"),
     ],
 )

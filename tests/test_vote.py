@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jsparse
 import oracles
@@ -44,6 +45,23 @@ def test_what_it_sends():
         words = -(-(n // size) // digits) + 1  # And a scale.
         assert least == most
         assert least.bytes == 4 * 2 * (size - 1) * words
+
+
+def test_leaves_that_cannot_be_cut_vote_too():
+    """On a sharded model, of leaves that every device has whole."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
+    specs = {"b": P(), "w": P("fsdp")}
+    params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in shapes(np.zeros).items()}
+    tx = jsparse.over_mesh(jsparse.vote("data"), mesh, "data", specs)
+    rng = np.random.default_rng(0)
+    gradient = shapes(lambda shape: rng.standard_normal((2, *shape)).astype(np.float32))
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(params))
+    for name, x in gradient.items():
+        np.testing.assert_array_equal(updates[name], oracles.vote(x))
+
+
+def shapes(make):
+    return {"b": make((3,)), "w": make((4, 6))}
 
 
 @pytest.mark.parametrize("rule", ["signum", "lion"])

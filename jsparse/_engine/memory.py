@@ -46,10 +46,12 @@ class Memory:
       feeds_back: whether what was not delivered is kept.
       subtracts_mean: whether each worker subtracts the mean of what all of them delivered, in
         place of what it delivered itself.
+      subtracts_sent: whether each worker subtracts all that it has of what it delivered in part.
     """
 
     feeds_back = False
     subtracts_mean = False
+    subtracts_sent = False
 
     def init(self, n: int, dtype: DTypeLike) -> Any:
         """The state before the first step, for a vector of length ``n``."""
@@ -143,8 +145,9 @@ class ErrorFeedback(Memory):
         So it warns. It is for reducers whose result depends on the sum of the residuals alone, as
         that of :func:`jsparse.powersgd` does, and is refused with all others, where elements might
         never arrive.
-        ``"sent"``: what this worker selected, as if its values had not been rounded. The rounding
-        errors are lost, as in DisTrO's code. So it warns.
+        ``"sent"``: all that this worker has of an element of which anything was delivered, as if
+        its value had not been rounded. The rounding errors are lost, as in DisTrO's code. So it
+        warns. It is refused where nothing is selected: there it would keep nothing.
       low_pass: β, above 0 and at most 1: the share of a step's error in the residual. Below 1 the
         residual is an average over steps, and gradient mass is lost on purpose: each step adds
         only the part β of what it did not deliver. ScaleCom takes 0.1 with large batches, LoCo
@@ -193,6 +196,10 @@ class ErrorFeedback(Memory):
     def subtracts_mean(self) -> bool:
         return self.subtract == "mean"
 
+    @property
+    def subtracts_sent(self) -> bool:
+        return self.subtract == "sent"
+
     def init(self, n: int, dtype: DTypeLike) -> Residual:
         return Residual(jnp.zeros(n, dtype))
 
@@ -212,10 +219,11 @@ class ErrorFeedback(Memory):
     def retain(
         self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Residual, Quotient]:
-        subtracted = {"local": done.delivered, "sent": done.sent}.get(self.subtract)
-        if subtracted is None:
-            subtracted = Quotient(done.total, size).value()
-        residual = _subtract(to_dense(done.acc), subtracted)
+        if self.subtract == "sent" and isinstance(done.delivered, SparseVector):
+            residual = to_dense(done.acc).at[done.delivered.indices.reshape(-1)].set(0, mode="drop")
+        else:
+            subtracted = Quotient(done.total, size).value() if self.subtract == "mean" else done.delivered
+            residual = _subtract(to_dense(done.acc), subtracted)
         if self.low_pass < 1:
             blend = self.low_pass * residual + (1 - self.low_pass) * state.residual
             residual = jnp.where(keep, blend, state.residual)

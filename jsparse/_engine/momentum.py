@@ -73,6 +73,10 @@ class MomentumCorrection(Memory):
     def subtracts_mean(self) -> bool:
         return self.feedback.subtracts_mean
 
+    @property
+    def subtracts_sent(self) -> bool:
+        return self.feedback.subtracts_sent
+
     def init(self, n: int, dtype: DTypeLike) -> Velocity:
         return Velocity(jnp.zeros(n, dtype), self.feedback.init(n, dtype))
 

@@ -64,12 +64,15 @@ class Reducer:
       unbiased: whether it rounds at random, right in expectation. Error feedback would blow up
         then.
       of_the_sum: whether its result depends on the workers' vectors through their sum alone.
+      of_any_vector: whether it takes vectors that go densely, too: its total is no sum, and leaves
+        beside it must not be summed either.
       staleness: by how many steps its sums are late.
     """
 
     sparse = False
     unbiased = False
     of_the_sum = False
+    of_any_vector = False
     staleness = 0
 
     def init(self, layout: Layout, size: int) -> Any:

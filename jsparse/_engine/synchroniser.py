@@ -150,6 +150,11 @@ class Composition(Synchroniser):
                 "what the quantizer decodes with contract=True, or, where dense vectors are summed, pass "
                 "error_feedback=False"
             )
+        if self.memory.subtracts_sent and not self.reducer.sparse:
+            raise ValueError(
+                f"subtract is 'sent' with {self.reducer}, which sends all elements, so that nothing would be fed back: "
+                "take ErrorFeedback(subtract='local')"
+            )
         if self.memory.subtracts_mean and not self.reducer.of_the_sum:
             raise ValueError(
                 f"subtract is 'mean' with {self.reducer}: what a worker sends depends on its own residual, and there "
@@ -178,6 +183,8 @@ class Composition(Synchroniser):
 
     def parts(self, bucket: Bucket) -> tuple[Reducer, Memory]:
         """How a bucket is summed, and what is kept of it."""
+        if self.reducer.of_any_vector:
+            return self.reducer, self.memory
         if bucket.whole:  # It has a residual for what was pending in other shards of the model.
             return Whole(Dense()), self.memory.in_dense_phase(flush=True)
         if bucket.dense:

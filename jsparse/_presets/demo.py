@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
@@ -63,6 +64,9 @@ class Frequencies(Flat):
 def _forward(tiles: jax.Array) -> jax.Array:
     """The coefficients of tiles, shape ``(tiles, height, width)``."""
     left, right = (jnp.asarray(cosines(side), tiles.dtype) for side in tiles.shape[1:])
+    # A coefficient is at most the root of the tile's size times the largest element.
+    most = float(jnp.finfo(tiles.dtype).max) / (4 * math.sqrt(left.size * right.size) ** 0.5)
+    tiles = jnp.where(jnp.isfinite(tiles), jnp.clip(tiles, -most, most), tiles)
     return _products(left, tiles, right.T)
 
 

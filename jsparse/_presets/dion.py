@@ -44,7 +44,7 @@ class Orthonormal(LowRank):
         if not orthonormalises(shape):
             return None
         rows, columns = math.prod(shape[:-1]), shape[-1]
-        return Matrix(rows, columns, math.ceil(self.rank_fraction * min(rows, columns)))
+        return Matrix(rows, columns, math.ceil(self.rank_fraction * min(rows, columns) - 1e-9))
 
     def applied(self, sums: Sequence[jax.Array], bases: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
         pairs = zip(sums, bases, strict=True)
@@ -139,7 +139,9 @@ def dion(
       step = jsparse.train_step(loss_fn, tx, mesh, "data")
 
     **Cost**: that of :func:`scale_by_dion`, and a dense all-reduce of all other leaves. The two
-    are separate: if a gradient is not finite, only the leaves of its part skip the step.
+    are separate: if a gradient is not finite, the updates of its part are NaN, and those of the
+    other are not. Momenta stay as they were; for the state of the others pass
+    ``others=optax.apply_if_finite(...)``.
 
     References:
       Ahn et al., Dion: Distributed Orthonormalized Updates, 2025.

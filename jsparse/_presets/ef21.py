@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from .._comm.comm import CommLike
 from .._engine.mean import Quotient
-from .._engine.memory import ErrorFeedback, Memory
+from .._engine.memory import ErrorFeedback, Memory, largest_addend
 from .._engine.reducer import Reduced
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_fields
@@ -76,7 +76,8 @@ class Differences(Memory):
     def accumulate(
         self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
     ) -> tuple[Pending, Velocity]:
-        gradient = layout.ravel(parts)
+        most = largest_addend(layout.dtype, 2 * size)  # So that differences are finite.
+        gradient = jnp.clip(layout.ravel(parts), -most, most)
         change = jnp.where(keep, (1 - self.momentum) * (gradient - state.velocity), 0)
         # By windows, as a gradient comes in leaves: they are added to the residual in place.
         windows = [change[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
@@ -108,8 +109,9 @@ def ef21_changes(
 
     Each worker keeps the momentum ``v = m v + (1 - m) g``. It selects from what of ``v`` it has
     not yet delivered. The update is the mean of what is delivered: a change of the mean momentum,
-    not a gradient. Their sum over all steps is what :func:`ef21` returns. By itself, with
-    ``optax.trace(1.0)`` after it, this is for :func:`phases` and for :func:`sync`.
+    not a gradient. Their sum over all steps is what :func:`ef21` returns. This function is for
+    :func:`sync`, and for :func:`phases`: put ``optax.trace(1.0, accumulator_dtype=jnp.float32)``
+    after them.
 
     Args:
       comm, density, momentum, allreduce: as in :func:`ef21`.
@@ -158,7 +160,8 @@ def ef21(
 
     This is error feedback whose gradients are the changes of ``v``. So it runs with any sparse
     all-reduce, and at density 1 it is SGD with momentum. The estimate is a sum over all steps, and
-    the rounding errors of their additions stay in it.
+    the rounding errors of their additions stay in it. It is held in float32 at least; changes are
+    rounded to the type of their leaf before.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.
@@ -195,11 +198,17 @@ def ef21(
 
 
 def _summed() -> optax.GradientTransformation:
-    """The sum of all updates so far; those that are not finite do not count."""
+    """The sum of all finite updates so far, in float32 at least."""
+
+    def init(params: optax.Params) -> optax.TraceState:
+        return optax.TraceState(
+            jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params)
+        )
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
-        sums = jax.tree.map(jnp.add, state.trace, updates)
+        sums = jax.tree.map(lambda old, new: old + new.astype(old.dtype), state.trace, updates)
         finite = jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]).all()
-        return sums, optax.TraceState(jax.tree.map(lambda new, old: jnp.where(finite, new, old), sums, state.trace))
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), sums, state.trace)
+        return jax.tree.map(lambda new, like: new.astype(like.dtype), sums, updates), optax.TraceState(kept)
 
-    return optax.GradientTransformation(optax.trace(1.0).init, update)
+    return optax.GradientTransformation(init, update)

@@ -80,9 +80,9 @@ class LowRank(Reducer):
     def init(self, layout: Layout, size: int) -> LowRankState:
         if all(len(shape) < 2 for shape in layout.shapes):
             raise ValueError(
-                f"PowerSGD compresses matrices, and the gradient has none: its leaves have shapes {layout.shapes}. "
-                "Pass the parameters in their own shapes, not raveled; over two levels, where a worker has a shard of "
-                "a vector, name both axes as one: powersgd((inter, intra))"
+                f"factors of low rank are of matrices, and the gradient has none: its leaves have shapes "
+                f"{layout.shapes}. Pass the parameters in their own shapes, not raveled; over two levels, where a "
+                "worker has a shard of a vector, name both axes as one: (inter, intra)"
             )
         factors = (
             jax.random.normal(key_of(self.seed, i), (matrix.columns, matrix.rank), layout.dtype)
@@ -117,7 +117,7 @@ class LowRank(Reducer):
     ) -> Reduced:
         acc = pending.add_up()
         leaves = list(zip(self.matrices(layout), itertools.pairwise(layout.offsets), strict=True))
-        limit = largest_addend(acc.dtype, 2 * self.rank * comm.size)
+        limit = largest_addend(acc.dtype, 2 * max([1, *(matrix.rank for matrix, _ in leaves if matrix)]) * comm.size)
 
         def compressed(vector: jax.Array) -> list[jax.Array]:
             """The matrices that travel as factors."""
@@ -252,9 +252,8 @@ def _orthonormal(x: jax.Array) -> jax.Array:
     """Orthonormal columns that span those of ``x``, shape ``(matrices, rows, rank)``:
     Gram-Schmidt.
 
-    Each column is projected twice, so that what rounding leaves of a dependent column is
-    orthogonal too: it is as good a direction as any. A column of which the second projection
-    leaves nearly nothing becomes zero.
+    Each column is projected twice. If the second projection takes half of it or more, it was
+    nothing but rounding errors, and becomes zero.
     """
     x, rank = _scaled(x), x.shape[2]
     numbers = lax.broadcasted_iota(jnp.int32, (1, 1, rank), 2)
@@ -268,7 +267,7 @@ def _orthonormal(x: jax.Array) -> jax.Array:
         once = project(lax.dynamic_slice_in_dim(x, k, 1, 2), basis)
         twice = project(once, basis)
         before, after = (jnp.linalg.norm(v, axis=1, keepdims=True) for v in (once, twice))
-        return lax.dynamic_update_slice_in_dim(x, jnp.where(after > before / 100, twice / after, 0), k, 2)
+        return lax.dynamic_update_slice_in_dim(x, jnp.where(after > before / 2, twice / after, 0), k, 2)
 
     return lax.fori_loop(0, rank, column, x)
 

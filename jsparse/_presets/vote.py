@@ -34,6 +34,8 @@ class MajorityVote(Reducer):
       zeros: as in :func:`vote`.
     """
 
+    of_any_vector = True
+
     zeros: bool = True
 
     def __post_init__(self):

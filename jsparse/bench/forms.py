@@ -80,7 +80,7 @@ FORMS = [
     Form("powersgd, rank 32", of_all(powersgd, rank=32), dense_update=True, leaves=True),
     Form("oktopk", preset(presets.oktopk)),
     Form("oktopk, dense update", preset(presets.oktopk), dense_update=True),
-    Form("oktopk, leaf", preset(presets.oktopk, scope="leaf"), dense_update=True, leaves=True),
+    Form("topk_allgather, leaf", preset(presets.topk_allgather, scope="leaf"), dense_update=True, leaves=True),
     Form("oktopk, sampled", preset(presets.oktopk, select.SampledThreshold)),
     Form("oktopk, reused", preset(presets.oktopk, select.ReusedThreshold)),
     Form("oktopk, rotate", preset(presets.oktopk, split="rotate")),

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from .._vector.arguments import check_fields
 from ._base import Quantizer, check_quantizer
+from .codebook import Codebook
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Rotated(Quantizer):
     def __post_init__(self):
         check_fields(self)
         check_quantizer("quantize", self.quantize)
+        if isinstance(self.quantize, Codebook):
+            raise ValueError(
+                f"quantize is {self.quantize}, whose magnitudes are for values that are not zero: rotated ones may be; "
+                "use quantize.Int4() or quantize.Float4()"
+            )
         if self.block < 2 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; it must be a power of two, at least 2, such as 1024")
 
@@ -60,6 +66,7 @@ class Rotated(Quantizer):
         parts = [values[: whole * self.block].reshape(whole, self.block), values[whole * self.block :]]
         parts[1] = jnp.pad(parts[1], (0, left - parts[1].shape[0]))[None]
         rotated = [_transformed(part * self._signs(part)).reshape(-1) for part in parts]
+        key = jax.random.fold_in(key, getattr(self.quantize, "seed", 0))
         return self.quantize.encode(jnp.concatenate(rotated), key)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
