@@ -78,6 +78,12 @@ ALGORITHMS = {
     "oktopk-4bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(4))),
     "oktopk-2bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(2))),
     "powersgd": lambda density: jsparse.powersgd("workers"),
+    "scale_by_dion": lambda density: jsparse.scale_by_dion("workers"),
+    "scalecom": lambda density: jsparse.scalecom("workers", density=density),
+    "ef21_changes": lambda density: jsparse.ef21_changes("workers", density=density),
+    "demo": lambda density: jsparse.demo("workers", k=max(1, round(4096 * density))),
+    "vote": lambda density: jsparse.vote("workers"),
+    "onebit_momentum": lambda density: jsparse.onebit_momentum("workers", freeze_step=20),
     "quantized-bf16": lambda density: jsparse.quantized("workers", quantize=quantize.BFloat16()),
     "quantized-fp16": lambda density: jsparse.quantized("workers", quantize=quantize.Float16()),
     "quantized-8bit": lambda density: jsparse.quantized("workers", quantize=quantize.Block8()),
@@ -90,7 +96,7 @@ DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 TWO_LEVELS = ("hitopk", "torus")
 REPLICAS_DIFFER = ("a2sgd",)
 # Their updates have momentum already.
-OWN_MOMENTUM = ("dgc",)
+OWN_MOMENTUM = ("dgc", "ef21_changes", "demo", "scale_by_dion", "onebit_momentum")
 # The settings that must not change when a run goes on from a checkpoint.
 SETTINGS = ("model", "data", "workers", "density", "batch", "optimizer", "learning_rate", "schedule", "seed")
 # The figures of each step or epoch.
@@ -124,7 +130,8 @@ def make_optimizer(
             return jsparse.lars(axis, rate)
         case "lamb":
             return jsparse.lamb(axis, rate)
-    return optax.sgd(rate, momentum=0.9 if args.optimizer == "momentum" and name not in OWN_MOMENTUM else None)
+    sgd = optax.sgd(rate, momentum=0.9 if args.optimizer == "momentum" and name not in OWN_MOMENTUM else None)
+    return optax.chain(optax.trace(1.0), sgd) if name == "ef21_changes" else sgd
 
 
 def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:

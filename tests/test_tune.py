@@ -200,6 +200,10 @@ OTHERS = {
     "torus": {},
     "powersgd": {"rank": 2, "min_rate": 1.5, "subtract": "mean", "seed": 3},
     "a2sgd": {"per_leaf": True},
+    "scale_by_dion": {"rank_fraction": 0.5, "momentum": 0.8, "seed": 3},
+    "demo": {"k": 5, "chunk": 16, "decay": 0.9, "mean": "workers", "wire": wire.Compact(quantize.Sign(None))},
+    "vote": {"zeros": False},
+    "onebit_momentum": {"freeze_step": 7, "momentum": 0.5, "quantize": quantize.Rotated(quantize.Int4(), 64)},
     "dgc": {"momentum": 0.5, "nesterov": True, "clip_norm": 2.0, "allreduce": jsparse.allreduce.GTopk(topology="tree")},
     "sparse_allreduce": {
         "select": select.RandomK(0.1, shared=False),
