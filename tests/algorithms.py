@@ -628,7 +628,7 @@ ROWS = [
         sizes=(3, 8),
         sparse=False,
         exact=False,
-        pushes=lambda memory, gradient: 0.5 * (memory["momentum"] + gradient),
+        pushes=lambda memory, gradient: 0.5 * (memory["velocity"] + gradient),
         card=Card(
             "1-bit Adam (Tang et al., ICML 2021): signs of the momentum",
             "`8n(P-1)/P`, then `n/4 (P-1)/P`",

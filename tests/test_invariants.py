@@ -390,8 +390,8 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
     for places, of in zip(buckets(row), state.buckets, strict=True):
         n = len(places)
         memory = jax.tree.map(lambda leaf, n=n: vector(leaf, n), of.memory)
-        if "momentum" in memory._fields:  # It is alike on all workers.
-            memory = memory._replace(momentum=np.broadcast_to(memory.momentum[:1], memory.momentum.shape))
+        if row.preset == "onebit_momentum":  # Its velocity is alike on all workers.
+            memory = memory._replace(velocity=np.broadcast_to(memory.velocity[:1], memory.velocity.shape))
         yield of._replace(memory=memory)
 
 

@@ -37,7 +37,7 @@ def test_it_is_adam_at_first_then_its_moments_are_frozen():
             mean = gradient.mean(0, dtype=np.float64)
             momentum, second = B1 * momentum + (1 - B1) * mean, B2 * second + (1 - B2) * mean**2
         else:
-            momentum = np.asarray(state[0].buckets[0].memory.momentum, np.float64)[0]
+            momentum = np.asarray(state[0].buckets[0].memory.velocity, np.float64)[0]
         want = -rate * momentum / (np.sqrt(second) + EPS)
         np.testing.assert_allclose(got[0], want, rtol=2e-4, atol=2e-4)
 

@@ -1,8 +1,4 @@
-"""Momentum correction: a worker accumulates its velocity, not its gradient, and selects from that.
-
-Deep Gradient Compression, sections 3.1 to 3.3: the residual takes up what momentum SGD would
-apply.
-"""
+"""Memories with momentum: what is fed back is made of a momentum, not of the gradient alone."""
 
 import dataclasses
 import itertools
@@ -23,11 +19,11 @@ from .reducer import Reduced
 
 
 class Velocity(NamedTuple):
-    """The state of :class:`MomentumCorrection`.
+    """The state of a memory with momentum.
 
     Attributes:
-      velocity: shape ``(n,)``: this worker's momentum.
-      kept: the state of its error feedback.
+      velocity: shape ``(n,)``: the momentum.
+      kept: the state of the error feedback.
     """
 
     velocity: jax.Array
@@ -40,30 +36,21 @@ class Velocity(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MomentumCorrection(Memory):
-    """Momentum before selection, as in :func:`jsparse.dgc`.
+class WithMomentum(Memory):
+    """Error feedback of something that a momentum makes of the gradient. Inherit from this class.
 
     Attributes:
-      momentum: m, at least 0 and below 1: ``velocity' = m * velocity + gradient``.
-      nesterov: whether ``m * velocity' + gradient`` is accumulated in place of ``velocity'``.
-      factor_masking: whether the velocity becomes 0 where an element was delivered.
-      clip_norm: the norm to which the sum of the workers' gradients is clipped: each worker clips
-        its own to ``clip_norm / sqrt(P)``. None does not clip.
+      momentum: m, at least 0 and below 1.
       feedback: how what was not delivered is kept.
     """
 
     momentum: float
-    nesterov: bool = False
-    factor_masking: bool = True
-    clip_norm: float | None = None
     feedback: Memory = ErrorFeedback()
 
     def __post_init__(self):
         check_fields(self)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}; it is the norm of a gradient, above 0, or None")
 
     @property
     def feeds_back(self) -> bool:
@@ -86,7 +73,58 @@ class MomentumCorrection(Memory):
     def prepare(
         self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
     ) -> Sequence[Leaf]:
-        arrays = list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
+        return list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
+
+    def push(
+        self, state: Velocity, velocity: jax.Array, vector: jax.Array, layout: Layout, keep: jax.Array, size: int
+    ) -> tuple[Pending, Velocity]:
+        """What :meth:`accumulate` returns, where ``vector`` is added to the residual."""
+        # By windows, as a gradient comes in leaves: they are added to the residual in place.
+        windows = [vector[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
+        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
+        return pending, Velocity(velocity, kept)
+
+    def retain(
+        self, state: Velocity, done: Reduced, mean: Quotient, keep: jax.Array, size: int
+    ) -> tuple[Velocity, Quotient]:
+        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
+        return Velocity(state.velocity, kept), mean
+
+    def for_dense(self) -> "WithMomentum":
+        return dataclasses.replace(self, feedback=self.feedback.for_dense())
+
+    def in_dense_phase(self, flush: bool) -> "WithMomentum":
+        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumCorrection(WithMomentum):
+    """Momentum before selection, as in :func:`jsparse.dgc`: ``velocity' = m velocity + gradient``.
+
+    A worker accumulates its velocity, not its gradient, and selects from that. So the residual
+    takes up what momentum SGD would apply: Deep Gradient Compression, sections 3.1 to 3.3.
+
+    Attributes:
+      momentum, feedback: as in :class:`WithMomentum`.
+      nesterov: whether ``m * velocity' + gradient`` is accumulated in place of ``velocity'``.
+      factor_masking: whether the velocity becomes 0 where an element was delivered.
+      clip_norm: the norm to which the sum of the workers' gradients is clipped: each worker clips
+        its own to ``clip_norm / sqrt(P)``. None does not clip.
+    """
+
+    nesterov: bool = False
+    factor_masking: bool = True
+    clip_norm: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}; it is the norm of a gradient, above 0, or None")
+
+    def prepare(
+        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
+    ) -> Sequence[Leaf]:
+        arrays = list(map(to_dense, leaves))
         return arrays if self.clip_norm is None else _clip(arrays, self.clip_norm / size**0.5, norm)
 
     def accumulate(
@@ -100,27 +138,17 @@ class MomentumCorrection(Memory):
 
         velocity = blend(state.velocity)
         pushed = blend(velocity) if self.nesterov else velocity
-        # By windows, as a gradient comes in leaves: they are added to the residual in place.
-        windows = [pushed[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
-        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
-        return pending, Velocity(velocity, kept)
+        return self.push(state, velocity, pushed, layout, keep, size)
 
     def retain(
         self, state: Velocity, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Velocity, Quotient]:
-        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
-        velocity = state.velocity
+        (velocity, kept), mean = super().retain(state, done, mean, keep, size)
         # Where everything is sent, nothing is masked: that is momentum SGD, as in their code.
         sparsely = isinstance(done.sent, SparseVector) and done.sent.capacity < done.sent.n
         if self.factor_masking and sparsely and isinstance(done.delivered, SparseVector):
             velocity = velocity.at[done.delivered.indices.reshape(-1)].set(0, mode="drop")
         return Velocity(velocity, kept), mean
-
-    def for_dense(self) -> "MomentumCorrection":
-        return dataclasses.replace(self, feedback=self.feedback.for_dense())
-
-    def in_dense_phase(self, flush: bool) -> "MomentumCorrection":
-        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
 
 
 def _clip(

@@ -1,77 +1,31 @@
 """EF21-SGDM: workers send changes of their momentum, and keep the mean of what they sent."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from .._comm.comm import CommLike
-from .._engine.mean import Quotient
-from .._engine.memory import ErrorFeedback, Memory, largest_addend
-from .._engine.reducer import Reduced
+from .._engine.memory import ErrorFeedback, largest_addend
+from .._engine.momentum import Velocity, WithMomentum
 from .._engine.transform import SparseAllReduce
-from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf, to_dense
+from .._vector.sparse_vector import Leaf
 from ..allreduce import AllReduce, TopkAllGather
 from .general import Options, of_density
 
 
-class Velocity(NamedTuple):
-    """The state of :class:`Differences`.
-
-    Attributes:
-      velocity: shape ``(n,)``: this worker's momentum, an average of its gradients.
-      kept: the state of its error feedback. The residual is the velocity less what was delivered
-        of it so far.
-    """
-
-    velocity: jax.Array
-    kept: Any
-
-    @property
-    def residual(self) -> jax.Array | None:
-        """What of the velocity was not yet delivered."""
-        return self.kept.residual
-
-
 @dataclasses.dataclass(frozen=True)
-class Differences(Memory):
+class Differences(WithMomentum):
     """The memory of :func:`ef21_changes`: what is fed back is how a velocity changes.
 
-    Attributes:
-      momentum: as in :func:`ef21_changes`.
-      feedback: how what was not delivered is kept.
+    The velocity is an average of this worker's gradients, ``m velocity + (1 - m) gradient``, and
+    the residual is the velocity less what was delivered of it so far.
     """
-
-    momentum: float
-    feedback: Memory = ErrorFeedback()
-
-    def __post_init__(self):
-        check_fields(self)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
-
-    @property
-    def feeds_back(self) -> bool:
-        return self.feedback.feeds_back
-
-    def init(self, n: int, dtype: DTypeLike) -> Velocity:
-        return Velocity(jnp.zeros(n, dtype), self.feedback.init(n, dtype))
-
-    def limit(self, dtype: DTypeLike, size: int) -> float:
-        return self.feedback.limit(dtype, size)
-
-    def prepare(
-        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
-    ) -> Sequence[Leaf]:
-        return list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
 
     def accumulate(
         self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
@@ -79,22 +33,7 @@ class Differences(Memory):
         most = largest_addend(layout.dtype, 2 * size)  # So that differences are finite.
         gradient = jnp.clip(layout.ravel(parts), -most, most)
         change = jnp.where(keep, (1 - self.momentum) * (gradient - state.velocity), 0)
-        # By windows, as a gradient comes in leaves: they are added to the residual in place.
-        windows = [change[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
-        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
-        return pending, state._replace(velocity=state.velocity + change, kept=kept)
-
-    def retain(
-        self, state: Velocity, done: Reduced, mean: Quotient, keep: jax.Array, size: int
-    ) -> tuple[Velocity, Quotient]:
-        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
-        return state._replace(kept=kept), mean
-
-    def for_dense(self) -> "Differences":
-        return dataclasses.replace(self, feedback=self.feedback.for_dense())
-
-    def in_dense_phase(self, flush: bool) -> "Differences":
-        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
+        return self.push(state, state.velocity + change, change, layout, keep, size)
 
 
 def ef21_changes(

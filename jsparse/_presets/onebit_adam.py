@@ -1,23 +1,21 @@
 """1-bit Adam: Adam whose momentum is sent as signs, once its second moments are frozen."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from .._comm.comm import CommLike, as_comm
 from .._engine.mean import Quotient
-from .._engine.memory import ErrorFeedback, Memory
+from .._engine.momentum import Velocity, WithMomentum
 from .._engine.phases import phases
 from .._engine.reducer import Reduced, Whole
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
-from .._vector.arguments import check_fields, check_kind
+from .._vector.arguments import check_kind
 from .._vector.density import check_steps
 from .._vector.layout import Layout
 from .._vector.pending import Pending
@@ -29,75 +27,24 @@ from .dense import dense
 ONE_BIT = Sign(zeros=False, norm="rms")
 
 
-class Shared(NamedTuple):
-    """The state of :class:`SharedMomentum`.
-
-    Attributes:
-      momentum: shape ``(n,)``: the last update, alike on all workers.
-      kept: the state of its error feedback.
-    """
-
-    momentum: jax.Array
-    kept: Any
-
-    @property
-    def residual(self) -> jax.Array | None:
-        """What was accumulated and not yet delivered."""
-        return self.kept.residual
-
-
 @dataclasses.dataclass(frozen=True)
-class SharedMomentum(Memory):
+class SharedMomentum(WithMomentum):
     """The memory of :func:`onebit_momentum`: a gradient is added to what all have agreed on.
 
-    Attributes:
-      momentum: as in :func:`onebit_momentum`.
-      feedback: how what was not delivered is kept.
+    The velocity is the last update, alike on all workers.
     """
 
-    momentum: float
-    feedback: Memory = ErrorFeedback()
-
-    def __post_init__(self):
-        check_fields(self)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; it is at least 0 and below 1, such as 0.9")
-
-    @property
-    def feeds_back(self) -> bool:
-        return self.feedback.feeds_back
-
-    def init(self, n: int, dtype: DTypeLike) -> Shared:
-        return Shared(jnp.zeros(n, dtype), self.feedback.init(n, dtype))
-
-    def limit(self, dtype: DTypeLike, size: int) -> float:
-        return self.feedback.limit(dtype, size)
-
-    def prepare(
-        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
-    ) -> Sequence[Leaf]:
-        return list(map(to_dense, leaves))  # Every element of a momentum changes in every step.
-
     def accumulate(
-        self, state: Shared, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
-    ) -> tuple[Pending, Shared]:
-        own = self.momentum * state.momentum + (1 - self.momentum) * layout.ravel(parts)
-        # By windows, as a gradient comes in leaves: they are added to the residual in place.
-        windows = [own[begin:end] for begin, end in itertools.pairwise(layout.offsets)]
-        pending, kept = self.feedback.accumulate(state.kept, layout, windows, keep, size)
-        return pending, state._replace(kept=kept)
+        self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
+    ) -> tuple[Pending, Velocity]:
+        own = self.momentum * state.velocity + (1 - self.momentum) * layout.ravel(parts)
+        return self.push(state, state.velocity, own, layout, keep, size)
 
     def retain(
-        self, state: Shared, done: Reduced, mean: Quotient, keep: jax.Array, size: int
-    ) -> tuple[Shared, Quotient]:
-        kept, mean = self.feedback.retain(state.kept, done, mean, keep, size)
-        return Shared(jnp.where(keep, to_dense(mean.value()), state.momentum), kept), mean
-
-    def for_dense(self) -> "SharedMomentum":
-        return dataclasses.replace(self, feedback=self.feedback.for_dense())
-
-    def in_dense_phase(self, flush: bool) -> "SharedMomentum":
-        return dataclasses.replace(self, feedback=self.feedback.in_dense_phase(flush))
+        self, state: Velocity, done: Reduced, mean: Quotient, keep: jax.Array, size: int
+    ) -> tuple[Velocity, Quotient]:
+        (velocity, kept), mean = super().retain(state, done, mean, keep, size)
+        return Velocity(jnp.where(keep, to_dense(mean.value()), velocity), kept), mean
 
 
 def onebit_momentum(

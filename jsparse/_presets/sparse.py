@@ -297,7 +297,7 @@ def dgc(
     """
     reduce = TopkAllGather() if allreduce is None else allreduce
     plain = of_density(comm, density, reduce, options, DgcThreshold).synchroniser
-    memory = MomentumCorrection(momentum, nesterov, factor_masking, clip_norm, plain.memory)
+    memory = MomentumCorrection(momentum, plain.memory, nesterov, factor_masking, clip_norm)
     return SparseAllReduce.of(dataclasses.replace(plain, memory=memory))
 
 
