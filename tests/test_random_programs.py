@@ -26,12 +26,15 @@ import transports
 from algorithms import ROWS, Row
 from jsparse._engine.a2sgd import TwoMeans
 from jsparse._engine.memory import ErrorFeedback, LeftAside, Memory, NoMemory
-from jsparse._engine.momentum import MomentumCorrection
+from jsparse._engine.momentum import MomentumCorrection, WithMomentum
 from jsparse._engine.phases import Phased
 from jsparse._engine.reducer import Reducer, Selecting, Whole
 from jsparse._engine.synchroniser import Composition, Synchroniser
+from jsparse._presets.ef21 import Differences
+from jsparse._presets.onebit_adam import SharedMomentum
 from jsparse._presets.powersgd import LowRank
 from jsparse._vector.buckets import Bucket
+from jsparse.quantize import Rotated
 from transports import AXIS, LEVELS
 
 # How many programs the long form draws. Without it, it draws the same ones in each run.
@@ -103,7 +106,16 @@ PARTS = parts_of(ROWS)
 WIRES = [jsparse.wire.Full(), *map(jsparse.wire.Compact, PARTS["quantize"])]
 
 densities = st.sampled_from(DENSITIES)
-selectors = st.builds(lambda part, d: dataclasses.replace(part, density=d), st.sampled_from(PARTS["select"]), densities)
+
+
+def of_density(part: Any, density: float) -> Any:
+    """A selector like this one, of another density."""
+    if isinstance(part, jsparse.select.BlockTopK):
+        return dataclasses.replace(part, k=max(1, round(density * part.block)))
+    return dataclasses.replace(part, density=density)
+
+
+selectors = st.builds(of_density, st.sampled_from(PARTS["select"]), densities)
 feedbacks = st.sampled_from([True, True, True, False, ErrorFeedback(decay=0.5)])
 momenta = st.one_of(
     *[st.none()] * 3,
@@ -136,6 +148,8 @@ def sparse(draw: Any, options: dict[str, Any], comms: tuple[str, ...] = (AXIS,))
         "allreduce": draw(st.sampled_from(PARTS["sparse"])),
         "wire": draw(st.sampled_from(allowed)),
     }
+    if isinstance(options["allreduce"], jsparse.allreduce.CyclicTopK):
+        options["wire"] = jsparse.wire.Full()  # It takes no other.
     if len(comms) > 1:
         return jsparse.hitopk(*comms, **options)
     if momentum:
@@ -169,7 +183,8 @@ def in_phases(draw: Any) -> jsparse.SparseAllReduce:
 def programs(draw: Any) -> Program:
     kind = draw(st.sampled_from(["sparse", "sparse", "sparse", "row", "phases", "dense", "levels"]))
     if kind == "row":
-        row = draw(st.sampled_from(ROWS))
+        # Those whose updates are no means, and those of frequencies, have rules of their own.
+        row = draw(st.sampled_from([row for row in ROWS if not row.rule and not row.frequencies]))
         tx, levels = row.make(transports.axis(row), draw(densities)), 1 if row.gpus is None else 2
     elif kind == "levels":
         with_shards = shared(st.none()).flatmap(lambda options: sparse(options, LEVELS))
@@ -589,8 +604,8 @@ def summed(program: Program, stage: Composition, bucket: Bucket, leaves: list[np
     acc = accumulated(memory, before, flat.sum(1), clip)
     magnitude = np.abs(flat).sum((0, 1)) + sum(np.abs(x).sum(0) for x in (acc, *jax.tree.leaves((before, after))))
 
-    feedback = memory.feedback if isinstance(memory, MomentumCorrection) else memory
-    mixes = isinstance(reducer, LowRank)
+    feedback = memory.feedback if isinstance(memory, WithMomentum) else memory
+    mixes = isinstance(reducer, LowRank) or any(isinstance(part, Rotated) for part in quantizers_of(reducer))
     lossless = not mixes and all(part.lossless for part in quantizers_of(reducer))
     # Without error feedback nothing is clipped, and a sum may overflow on its way, that of a node
     # too.
@@ -620,6 +635,12 @@ def summed(program: Program, stage: Composition, bucket: Bucket, leaves: list[np
 
 def accumulated(memory: Memory, kept: Any, pushed: np.ndarray, clip: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """What a memory makes of a gradient."""
+    if isinstance(memory, Differences):
+        change = (1 - memory.momentum) * (clip(2 * pushed) / 2 - kept.velocity)
+        return accumulated(memory.feedback, kept.kept, change, clip)
+    if isinstance(memory, SharedMomentum):
+        own = memory.momentum * kept.velocity + (1 - memory.momentum) * pushed
+        return accumulated(memory.feedback, kept.kept, own, clip)
     if isinstance(memory, MomentumCorrection):
         velocity = clip(memory.momentum * kept.velocity + pushed)
         pushed = clip(memory.momentum * velocity + pushed) if memory.nesterov else velocity
