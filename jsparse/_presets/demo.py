@@ -133,7 +133,7 @@ def demo(
       decay: β, by which the momentum is multiplied in each step, above 0 and at most 1.
       mean: divide a coefficient by the number of workers that sent it (``"contributors"``, as all
         published codes do) or by the number of all workers (``"workers"``, as the paper's text
-        says). The signs of the update differ little, its size by a factor of about two.
+        says). With the former the update is larger than what is taken off the momenta.
       error_feedback: ``ErrorFeedback(decay)`` in full, to choose what else it has. In DisTrO's
         code, coefficients are sent as signs alone, and what that rounds away is lost:
         ``wire=wire.Compact(quantize.Sign(None, zeros=False))`` with
