@@ -18,7 +18,6 @@ checkout, after ``pip install '.[examples]'``::
 
 import argparse
 import functools
-import json
 import math
 import pathlib
 import statistics
@@ -35,6 +34,7 @@ import rich.table
 from flax import nnx
 
 import jsparse
+from examples import lines as runs
 from examples import report
 from examples.models import Transformer
 from jsparse import quantize, wire
@@ -305,8 +305,8 @@ def train(task: Task, setting: Setting) -> dict[str, Any]:
 def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dict[str, Any]]) -> Iterator[Setting]:
     """What is to be run, in an order in which an early end leaves most.
 
-    First all rates of all methods, at 1/256 or without a budget; then further seeds of the best of
-    these; then all rates at other budgets.
+    First all rates of all methods, at 1/256 or without a budget; then the best of these with
+    further seeds, and at the other budgets; then all other rates at these.
     """
 
     def tried(first: bool) -> Iterator[Setting]:
@@ -318,12 +318,15 @@ def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dic
                             yield Setting(name, budget, rate, outer, 0, steps)
 
     yield from tried(first=True)
+    chosen = {name: best(of(lines, name, METHODS[name].budgets[0], steps, 0)) for name in methods}
     for seed in range(1, SEEDS):
-        for name in methods:
-            budget = METHODS[name].budgets[0]
-            found = best(of(lines, name, budget, steps, 0))
-            if found and budget in (0, *budgets):
-                yield Setting(name, budget, found["rate"], found["outer"], seed, steps)
+        for name, found in chosen.items():
+            if found and found["budget"] in (0, *budgets):
+                yield Setting(name, found["budget"], found["rate"], found["outer"], seed, steps)
+    for name, found in chosen.items():
+        for budget in METHODS[name].budgets[1:]:
+            if found and budget in budgets:
+                yield Setting(name, budget, found["rate"], found["outer"], 0, steps)
     yield from tried(first=False)
 
 
@@ -370,15 +373,6 @@ def table(lines: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The runs in a file. If a program was ended while it wrote the last one, that is cut off."""
-    text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return list(map(json.loads, whole.splitlines()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=pathlib.Path, help="of the text; without it, no run is made")
@@ -394,7 +388,7 @@ def main() -> None:
     if args.steps < 20:
         parser.error(f"--steps is {args.steps}; it is at least 20, such as 1200")
 
-    lines = read(args.out)
+    lines = runs.read(args.out)
     task = functools.cache(functools.partial(task_of, args.directory))
     start = time.monotonic()
     for setting in settings(args.method, args.budget, args.steps, lines) if args.directory else ():
@@ -403,8 +397,7 @@ def main() -> None:
         if time.monotonic() - start > 60 * args.minutes:
             break
         lines.append(train(task(setting.seed), setting))
-        with args.out.open("a") as file:
-            print(json.dumps(lines[-1]), file=file)
+        runs.add(args.out, lines[-1])
         print(f"{setting}: {lines[-1]['loss'][-1]:.3f}, {lines[-1]['seconds']:.0f} s", flush=True)
         jax.clear_caches()
     found = table(lines, args.steps)

@@ -106,13 +106,18 @@ def _task(net: nnx.Module, batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> 
     return Task(nnx.as_pure(params), loss_fn, batches)
 
 
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """The indices of the k largest magnitudes, in any order."""
+    return np.argpartition(-np.abs(x), k - 1)[:k]
+
+
 def paper_rule(accs: np.ndarray, k: int) -> np.ndarray:
     """``Topk`` of the sum of each worker's ``Topk``, dense: shape ``(n,)``."""
     total = np.zeros(accs.shape[1])
     for acc in accs:
-        largest = np.argpartition(-np.abs(acc), k - 1)[:k]
-        total[largest] += acc[largest]
-    chosen = np.argpartition(-np.abs(total), k - 1)[:k]
+        chosen = largest(acc, k)
+        total[chosen] += acc[chosen]
+    chosen = largest(total, k)
     rule = np.zeros_like(total)
     rule[chosen] = total[chosen]
     return rule

@@ -90,6 +90,10 @@ ALGORITHMS = {
     "quantized-sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign(64), split=False),
     "quantized-terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
     "qsgd": lambda density: jsparse.qsgd("workers"),
+    # As in the SparCML thesis's trainings.
+    "ssar_recursive_doubling-stochastic": lambda density: jsparse.ssar_recursive_doubling(
+        "workers", density=density, select=select.StochasticTopK(density)
+    ),
     **{f"topk_allgather-{name}": functools.partial(selecting, kind) for name, kind in SELECTORS.items()},
 }
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")

@@ -1,5 +1,6 @@
 """The forms of synchronisation that ``jsparse bench network`` compares."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -84,6 +85,9 @@ FORMS = [
     Form("oktopk, sampled", preset(presets.oktopk, select.SampledThreshold)),
     Form("oktopk, reused", preset(presets.oktopk, select.ReusedThreshold)),
     Form("oktopk, rotate", preset(presets.oktopk, split="rotate")),
+    # Without the paper's balance: of the regions, and of the parts that are gathered.
+    Form("oktopk, equal regions", preset(presets.oktopk, tau_region=None)),
+    Form("oktopk, not balanced", preset(presets.oktopk, balance_above=math.inf)),
     Form("oktopk, compact", preset(presets.oktopk, wire=wire.Compact())),
     Form("oktopk, compact bf16", preset(presets.oktopk, wire=BF16)),
     Form("oktopk, compact bf16, dense update", preset(presets.oktopk, wire=BF16), dense_update=True),

@@ -1,0 +1,88 @@
+"""The figures and tables of five papers, made again.
+
+Each figure has a claim of its paper, and the runs that answer it: at the paper's size, for a
+cluster (``--full``), or at a small one, for a machine with two cores. The runs are lines of JSON,
+in one file for each figure. What is in a file is not run again, so the program may be ended at any
+time. Then it prints what came out, and draws it.
+
+Run it from the root of a checkout, after ``pip install '.[examples]'``. DIR has a folder for each
+data set, ``mnist``, ``cifar10``, ``ptb``, ``wikitext-2``, ``an4`` and ``atis``, with the standard
+files::
+
+    python -m examples.papers                                   # says what there is
+    python -m examples.papers 'gtopk 1' 'oktopk 5' --data-dir DIR --out papers
+    python -m examples.papers all --data-dir DIR --out papers --minutes 60
+
+What is measured over slow links needs Linux and root.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import pathlib
+import time
+
+import jax
+import rich.console
+import rich.table
+
+from . import a2sgd, commlib, gtopk, oktopk, thesis
+from .figure import Figure, make
+from .times import PingPong, Synchronised
+
+PAPERS = {"oktopk": oktopk, "gtopk": gtopk, "a2sgd": a2sgd, "commlib": commlib, "thesis": thesis}
+FIGURES: dict[str, Figure] = {
+    f"{paper} {name}": figure for paper, module in PAPERS.items() for name, figure in module.FIGURES.items()
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.papers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("figure", nargs="*", metavar="FIGURE", help="such as 'gtopk 1', or a paper, or all")
+    parser.add_argument("--data-dir", type=pathlib.Path, metavar="DIR", help="with a folder for each data set")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("papers"), metavar="DIR", help="default papers"
+    )
+    parser.add_argument("--full", action="store_true", help="at the papers' sizes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--show", action="store_true", help="make no runs; show those that there are")
+    args = parser.parse_args(argv)
+    console = rich.console.Console(width=140)
+    if not args.figure:
+        for name, figure in FIGURES.items():
+            console.print(f"[bold]{name}[/bold] {type(figure).__name__}: {figure.claim}", highlight=False)
+        return
+    names = [name for name in FIGURES if {name, name.split()[0], "all"} & set(args.figure)]
+    unknown = set(args.figure) - set(FIGURES) - set(PAPERS) - {"all"}
+    if unknown:
+        parser.error(
+            f"there is no figure {', '.join(sorted(unknown))}: without arguments the program says what there is"
+        )
+
+    with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
+        jax.config.update("jax_num_cpu_devices", 32)
+    args.out.mkdir(parents=True, exist_ok=True)
+    until = -math.inf if args.show else time.monotonic() + 60 * args.minutes
+    for name in names:
+        figure, path = FIGURES[name], args.out / name.replace(" ", "_").replace(",", "")
+        console.print(f"\n[bold]{name}[/bold]: {figure.claim}", highlight=False)
+        if isinstance(figure, Synchronised | PingPong) and os.geteuid() and not args.show:
+            console.print("not run: it makes networks, for which it has to be root")
+            continue
+        try:
+            lines = make(figure, path.with_suffix(".jsonl"), full=args.full, files=args.data_dir, until=until)
+        except ValueError as error:
+            console.print(f"not run: {error}", highlight=False)
+            continue
+        if lines:
+            console.print(figure.table(lines))
+            figure.draw(lines, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
+MLSys 2021: MSTopK, HiTopKComm, DataCache and PTO (CommLib)."""
+
+from jsparse import cost
+
+from .convergence import Convergence
+from .times import Bench, Model, Synchronised
+
+# 16 nodes of 8 V100s: 25 Gbit/s between them, and NVLink inside, about 300 Gbit/s.
+NODE, SLOW = cost.Node(8, *cost.link(300, 5)), cost.link(25, 20)
+ALGORITHMS = ("torus", "topk_allgather", "topk_allgather-mstopk", "hitopk")
+RESNET50, TRANSFORMER = 25_557_032, 110_000_000
+
+FIGURES = {
+    "6": Bench(
+        "MSTopK selects in a small part of the time of an exact top-k, and in less than DGC's double sampling.",
+        ("select", "--density=0.001", "--distribution=gaussian"),
+        by=("--size", (262_144, 1_048_576, 4_194_304, 16_777_216, 134_217_728)),
+        small={"by": ("--size", (262_144, 1_048_576, 4_194_304, 16_777_216))},
+    ),
+    "7": Model(
+        "HiTopKComm takes least time, then the torus, then a tree; gathering from all takes longest.",
+        "ms",
+        ("dense", "torus", "dense_hierarchical", "topk_allgather", "hitopk"),
+        (128,),
+        (1_000_000, 4_000_000, 16_000_000, RESNET50, TRANSFORMER),
+        (0.01,),
+        link=SLOW,
+        node=NODE,
+    ),
+    "7 and 8, measured": Synchronised(
+        "The same between two levels: two devices on each host, each host's link shaped.",
+        ("dense", "torus", "topk_allgather", "hitopk"),
+        hosts=(4,),
+        sizes=(RESNET50,),
+        devices=2,
+        small={"sizes": (2_555_703,), "repeats": 5},
+    ),
+    "9": Bench(
+        "DataCache reads in less than a tenth of the time.",
+        ("data",),
+        by=("--repeats", (9,)),
+        small={"by": ("--repeats", (3,))},
+    ),
+    "10 and Table 2": Convergence(
+        "Dense sums reach the highest accuracy; MSTopK and an exact top-k are a little below, about alike.",
+        ALGORITHMS,
+        model="resnet20",
+        data="cifar10",
+        workers=8,
+        density=0.01,
+        batch=32,
+        epochs=90,
+        rates=(0.05, 0.1, 0.2),
+        small={"data": "digits", "workers": 4, "batch": 16, "epochs": 12, "rates": (0.05, 0.1)},
+    ),
+    "Table 2, Transformer": Convergence(
+        "The Transformer loses 2.3 to 2.6 BLEU with the two sparse forms. (Here the share of right words.)",
+        ALGORITHMS,
+        model="transformer-small",
+        data="wikitext2",
+        workers=4,
+        density=0.01,
+        batch=16,
+        epochs=10,
+        optimizer="adam",
+        rates=(1e-3, 3e-3, 1e-2),
+        small={"epochs": 1, "examples": 12_000, "rates": (3e-3, 1e-2)},
+    ),
+    "Table 3": Model(
+        "MSTopK-SGD has the highest throughput, but for ResNet-50 at 224 x 224, where the torus is as fast.",
+        "ms",
+        ("dense", "torus", "hitopk"),
+        (128,),
+        (RESNET50, 143_667_240, TRANSFORMER),
+        (0.01,),
+        link=SLOW,
+        node=NODE,
+    ),
+    "PTO": Bench(
+        "Sharing the trust ratios among workers makes them about twice as fast: 11 to 7 ms for ResNet-50.",
+        ("pto", "--workers=8"),
+        by=("--repeats", (9,)),
+        small={"by": ("--repeats", (3,))},
+    ),
+}

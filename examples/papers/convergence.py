@@ -1,0 +1,153 @@
+"""Figures of accuracy: algorithms that train the same model, each with its best learning rate."""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import rich.progress
+import rich.table
+from matplotlib.axes import Axes
+
+from examples import train
+from examples.tasks import make_task
+
+from .figure import Figure, Line, Setting, found, values
+
+
+@dataclasses.dataclass(frozen=True)
+class Convergence(Figure):
+    """Algorithms of ``examples.train`` by accuracy: each step, and each byte.
+
+    Each algorithm tries the same learning rates with the first seed. The best of them, by the last
+    accuracy, is run with the other seeds.
+
+    Attributes:
+      claim: what the paper says.
+      algorithms: names in ``examples.train.ALGORITHMS``.
+      model, data, workers, density, batch, epochs, optimizer, schedule: of ``examples.train``.
+      rates: the learning rates that are tried.
+      vary: an option and the values that it takes in turn: one panel each.
+      seeds: how many.
+      examples: how many of the training examples are read, and a fifth as many tests; 0 for all.
+      small: what is different at the small size.
+    """
+
+    claim: str
+    algorithms: tuple[str, ...]
+    model: str
+    data: str
+    workers: int
+    density: float
+    batch: int
+    epochs: int
+    rates: tuple[float, ...]
+    optimizer: str = "momentum"
+    schedule: str = "constant"
+    vary: tuple[str, tuple[Any, ...]] | None = None
+    seeds: int = 3
+    examples: int = 0
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        for case in sized._cases():
+            for algorithm in sized.algorithms:
+                first = {"full": full, "algorithm": algorithm, "seed": 0} | case
+                yield from ({**first, "rate": rate} for rate in sized.rates)
+                best = best_of(found(lines, first))
+                for seed in range(1, sized.seeds) if best else ():
+                    yield {**first, "seed": seed, "rate": best["rate"]}
+
+    def _cases(self) -> Iterator[Setting]:
+        """The options of the runs, but for the algorithm, the rate and the seed."""
+        names = ("model", "data", "workers", "density", "batch", "epochs", "optimizer", "schedule", "examples")
+        case = {name: getattr(self, name) for name in names}
+        name, given = self.vary or ("density", (self.density,))
+        return ({**case, name: value} for value in given)
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        task = task_of(setting["model"], setting["data"], files, setting["seed"], setting["examples"])
+        options = argparse.Namespace(**setting, learning_rate=setting["rate"], checkpoint=None)
+        with rich.progress.Progress(transient=True) as progress:
+            run = train.train(setting["algorithm"], task, options, progress)
+        every = run["steps_per_epoch"]
+        last = np.arange(every, len(run["loss"]) + 1, every)
+        return {
+            "parameters": run["parameters"],
+            "steps": len(run["loss"]),
+            "accuracy": run["accuracy"],
+            "loss": [statistics.fmean(run["loss"][end - every : end]) for end in last],
+            "bytes": np.cumsum(run["bytes"])[last - 1].tolist(),
+        }
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        first = lines[0]
+        varied = self.vary[0] if self.vary else None
+        out = rich.table.Table(
+            title=f"{first['model']} on {first['data']}, {first['parameters']:,} parameters, {first['steps']} steps",
+            caption="accuracy: on the tests after the last epoch, %; from, to: of the seeds. The rate was chosen with "
+            "the first seed. bytes: that a worker sent in all.",
+        )
+        for name in (*filter(None, [varied]), "algorithm", "accuracy", "from", "to", "seeds", "loss", "MB", "rate"):
+            out.add_column(name, justify="left" if name == "algorithm" else "right")
+        for case, algorithm, runs in self._best(lines):
+            last = [100 * run["accuracy"][-1] for run in runs]
+            out.add_row(
+                *([] if case is None else [f"{case:g}" if isinstance(case, float) else str(case)]),
+                algorithm,
+                *(f"{value:.2f}" for value in (statistics.fmean(last), min(last), max(last))),
+                str(len(runs)),
+                f"{statistics.fmean(run['loss'][-1] for run in runs):.3f}",
+                f"{runs[0]['bytes'][-1] / 1e6:.3g}",
+                f"{runs[0]['rate']:g}",
+            )
+        return out
+
+    def panels(self, lines: Sequence[Line]) -> list[Callable[[Axes], None]]:
+        cases = [None] if self.vary is None else values(lines, self.vary[0])
+        return [functools.partial(self._draw, lines, case, of_bytes) for case in cases for of_bytes in (False, True)]
+
+    def _draw(self, lines: Sequence[Line], case: Any, of_bytes: bool, axes: Axes) -> None:
+        for number, (_, algorithm, runs) in enumerate(row for row in self._best(lines) if row[0] == case):
+            accuracy = 100 * np.array([run["accuracy"] for run in runs])
+            x = np.array(runs[0]["bytes"]) if of_bytes else np.arange(1, accuracy.shape[1] + 1)
+            axes.plot(x, accuracy.mean(0), color=f"C{number}", label=algorithm, marker=".")
+            axes.fill_between(x, accuracy.min(0), accuracy.max(0), color=f"C{number}", alpha=0.2)
+        axes.set(xlabel="bytes that a worker sent" if of_bytes else "epoch", ylabel="test accuracy, %")
+        if of_bytes:
+            axes.set_xscale("log")
+        if case is not None and self.vary:
+            axes.set_title(f"{self.vary[0]} {case:g}")
+
+    def _best(self, lines: Sequence[Line]) -> Iterator[tuple[Any, str, list[Line]]]:
+        """The varied option, the algorithm, and the runs of all seeds at its best rate."""
+        for case in values(lines, self.vary[0]) if self.vary else [None]:
+            wanted = {self.vary[0]: case} if self.vary else {}
+            for algorithm in values(lines, "algorithm"):
+                runs = found(lines, {**wanted, "algorithm": algorithm})
+                best = best_of(found(runs, {"seed": 0}))
+                if best:
+                    yield case, algorithm, found(runs, {"rate": best["rate"]})
+
+
+def best_of(runs: Sequence[Line]) -> Line | None:
+    """The run with the highest last accuracy; of several, that with the lowest loss."""
+    return max(runs, key=lambda run: (run["accuracy"][-1], -run["loss"][-1]), default=None)
+
+
+@functools.cache
+def task_of(model: str, name: str, files: pathlib.Path | None, seed: int, examples: int) -> Any:
+    """The task of ``examples.tasks``, with some of the examples only."""
+    folder = files / {"wikitext2": "wikitext-2"}.get(name, name) if files else None
+    task = make_task(model, name, None if name == "digits" else folder, seed)
+    if not examples:
+        return task
+    return task._replace(
+        train=tuple(array[:examples] for array in task.train),
+        test=tuple(array[: examples // 5] for array in task.test),
+    )

@@ -1,0 +1,113 @@
+"""What all figures have in common: runs that are lines of a file, a table and a plot."""
+
+import abc
+import math
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import rich.table
+
+from examples import lines as runs
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Line = dict[str, Any]
+Setting = dict[str, Any]
+
+
+class Figure(abc.ABC):
+    """A figure or table of a paper, and how it is made again.
+
+    Attributes:
+      claim: what the paper says by it, in a sentence.
+    """
+
+    claim: str
+
+    @abc.abstractmethod
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        """What is to be run: at the paper's size if ``full``, else at a small one.
+
+        Args:
+          full: the paper's size.
+          lines: the runs so far. They are read again whenever a setting is asked for, so that
+            later settings may depend on earlier results.
+        """
+
+    @abc.abstractmethod
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        """Makes a run, and returns its figures.
+
+        Args:
+          setting: what it depends on.
+          files: the directory with one folder for each data set.
+        """
+
+    @abc.abstractmethod
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        """What came out."""
+
+    def draw(self, lines: Sequence[Line], path: pathlib.Path) -> None:
+        """Draws what came out."""
+        panels = self.panels(lines)
+        figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), layout="constrained", squeeze=False)
+        for panel, draw in zip(axes.flat, panels, strict=True):
+            draw(panel)
+            panel.grid(alpha=0.3)
+            if panel.get_legend_handles_labels()[0]:
+                panel.legend(fontsize="small")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+    @abc.abstractmethod
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        """A function of matplotlib's axes for each panel of the plot."""
+
+
+def make(
+    figure: Figure, path: pathlib.Path, *, full: bool, files: pathlib.Path | None, until: float = math.inf
+) -> list[Line]:
+    """Makes the runs that a file lacks, and adds each to it as a line.
+
+    Args:
+      figure: whose runs.
+      path: of the lines, JSON objects.
+      full: at the paper's size.
+      files: the directory of the data sets' folders.
+      until: the time, by ``time.monotonic``, after which no run begins.
+    """
+    lines = runs.read(path)
+    for setting in figure.settings(full, lines):
+        if found(lines, setting):
+            continue
+        if time.monotonic() > until:
+            break
+        start = time.perf_counter()
+        line = setting | figure.measure(setting, files)
+        lines.append(line | {"took": time.perf_counter() - start})
+        runs.add(path, lines[-1])
+    return [line for line in lines if line["full"] == full]
+
+
+def found(lines: Sequence[Line], wanted: Mapping[str, Any]) -> list[Line]:
+    """The lines that have all of these entries."""
+    return [line for line in lines if wanted.items() <= line.items()]
+
+
+def values(lines: Sequence[Line], name: str) -> list[Any]:
+    """The values that an entry has in the lines, each once, in their order."""
+    return list(dict.fromkeys(line[name] for line in lines))
+
+
+def shown(title: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> rich.table.Table:
+    """A table whose first column is on the left, and the others on the right."""
+    out = rich.table.Table(title=title, caption=caption)
+    for number, column in enumerate(columns):
+        out.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        out.add_row(*row)
+    return out

@@ -1,0 +1,147 @@
+"""Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022."""
+
+from jsparse import cost
+
+from .convergence import Convergence
+from .records import Balance, Counts, Thresholds, Xi
+from .times import Model, Synchronised
+
+FORMS = ("dense", "dense, buckets", "topk_allgather", "topk_dsa", "gtopk, tree", "gaussiank", "oktopk")
+ALGORITHMS = ("dense", "topk_allgather", "gtopk", "gaussiank", "oktopk")
+MODELLED = ("dense", "topk_allgather", "gaussiank", "topk_dsa", "gtopk_tree", "oktopk")
+# Piz Daint's network, about: 82 Gbit/s and 1.5 µs.
+ARIES = cost.link(82, 1.5)
+VGG16, LSTM, BERT = 14_728_266, 27_569_568, 133_547_324
+CIFAR10 = {"model": "vgg16", "data": "cifar10", "batch": 16}
+DIGITS = {"model": "convnet", "data": "digits", "batch": 16}
+
+
+def weak_scaling(claim: str, size: int, density: float, small: int) -> Synchronised:
+    return Synchronised(
+        claim,
+        FORMS,
+        hosts=(16, 32, 64),
+        sizes=(size,),
+        densities=(density,),
+        small={"hosts": (2, 4, 8), "sizes": (small,), "repeats": 5},
+    )
+
+
+FIGURES = {
+    "4": Thresholds(
+        "A threshold of 25 steps before still selects about k elements; that of a fitted normal distribution selects "
+        "far fewer, above all later in the training.",
+        **CIFAR10,
+        algorithms=("oktopk",),
+        workers=16,
+        densities=(0.01, 0.02),
+        steps=31_200,
+        every=1_000,
+        rate=0.1,
+        small=DIGITS | {"workers": 8, "steps": 300, "every": 5, "rate": 0.05},
+    ),
+    "5": Xi(
+        "ξ rises at first and then stays about as it is; it is less at the higher density, and below the number of "
+        "workers.",
+        **CIFAR10,
+        algorithms=("oktopk",),
+        workers=16,
+        densities=(0.01, 0.02),
+        steps=31_200,
+        every=100,
+        rate=0.1,
+        small=DIGITS | {"workers": 8, "steps": 400, "every": 5, "rate": 0.05},
+    ),
+    "6": Counts(
+        "Ok-Topk selects k elements within 11 %, on each worker and of the sum; Gaussian-k selects too many at first, "
+        "and then a tenth of k.",
+        **CIFAR10,
+        algorithms=("oktopk", "oktopk, thresholds kept", "gaussiank", "gaussiank, not adjusted"),
+        workers=16,
+        densities=(0.01,),
+        steps=31_200,
+        every=20,
+        rate=0.1,
+        small=DIGITS | {"workers": 8, "steps": 400, "every": 2, "rate": 0.05},
+    ),
+    "7": Balance(
+        "Regions of equal load make the reduction 1.13 to 1.75 times as fast as equal regions; balancing the parts "
+        "makes the gather 1.12 to 1.43 times as fast.",
+        **CIFAR10,
+        algorithms=("oktopk", "oktopk, equal regions", "oktopk, not balanced"),
+        workers=16,
+        densities=(0.01,),
+        steps=2_000,
+        every=10,
+        rate=0.1,
+        small=DIGITS | {"workers": 16, "steps": 100, "every": 2, "rate": 0.05},
+    ),
+    "7 by time": Synchronised(
+        "As above, by time over slow links.",
+        ("oktopk", "oktopk, equal regions", "oktopk, not balanced"),
+        hosts=(2, 4, 8, 16),
+        small={"hosts": (2, 4, 8), "sizes": (1_472_826,), "repeats": 5},
+    ),
+    "8": weak_scaling(
+        "At density 2 % Ok-Topk has the least communication; that of TopkA and Gaussian-k doubles with the workers. It "
+        "trains VGG-16 1.51 to 8.83 times as fast as the others on 32 GPUs.",
+        VGG16,
+        0.02,
+        1_472_826,
+    ),
+    "9": Convergence(
+        "Ok-Topk reaches an accuracy very close to that of dense sums.",
+        ALGORITHMS,
+        **CIFAR10,
+        workers=16,
+        density=0.02,
+        epochs=160,
+        rates=(0.025, 0.05, 0.1),
+        small={"model": "vgg-small", "workers": 4, "epochs": 4, "examples": 5_000, "rates": (0.02, 0.05)},
+    ),
+    "10": weak_scaling("As in Figure 8, for the LSTM: 1.34 to 7.71 times as fast on 64 GPUs.", LSTM, 0.02, 2_756_957),
+    "11": Convergence(
+        "Ok-Topk has a word error rate of 0.309, dense sums 0.308. (Here the share of right letters.)",
+        ("dense", "gaussiank", "oktopk"),
+        model="lstm-an4",
+        data="an4",
+        workers=32,
+        density=0.02,
+        batch=2,
+        epochs=160,
+        optimizer="adam",
+        rates=(1e-4, 3e-4, 1e-3),
+        small={"model": "lstm-an4-small", "workers": 4, "batch": 4, "epochs": 10, "rates": (1e-3, 3e-3), "seeds": 1},
+    ),
+    "12": weak_scaling(
+        "As in Figure 8, for BERT at 1 %: on 256 GPUs TopkA and Gaussian-k communicate longer than dense sums, and "
+        "Ok-Topk is 3.29 to 12.95 times as fast as the others.",
+        BERT,
+        0.01,
+        13_354_732,
+    ),
+    "12 by the model": Model(
+        "As above, without computing.", "ms", MODELLED, (32, 64, 128, 256), (BERT,), (0.01,), link=ARIES
+    ),
+    "13": Convergence(
+        "BERT's training loss is 2.43 with Ok-Topk and 2.33 with dense sums. (Here the share of right words.)",
+        ("dense", "gaussiank", "oktopk"),
+        model="bert-base",
+        data="wikitext2",
+        workers=32,
+        density=0.01,
+        batch=8,
+        epochs=40,
+        optimizer="adam",
+        rates=(1e-4, 2e-4, 4e-4),
+        small={"model": "bert-small", "workers": 4, "batch": 8, "epochs": 1, "examples": 20_000, "rates": (1e-3, 3e-3)},
+    ),
+    "Table 1": Model(
+        "Of all, Ok-Topk sends the fewest words, whatever the number of workers.",
+        "words",
+        MODELLED,
+        (2, 4, 8, 16, 32, 64, 256, 1024, 4096),
+        (VGG16,),
+        (0.01,),
+    ),
+}

@@ -1,0 +1,143 @@
+"""Renggli, Efficient Sparse AllReduce for Scalable Machine Learning, the SparCML thesis, 2018."""
+
+from jsparse import cost
+
+from .convergence import Convergence
+from .records import Distinct
+from .times import Model, Summing, Synchronised
+
+FORMS = ("dense", "ssar_recursive_doubling", "ssar_split_allgather", "dsar_split_allgather")
+MODELLED = FORMS
+N = 16_777_216
+TOP = {f"top {count}": count / 512 for count in (2, 8, 32)}  # Of each bucket of 512.
+
+FIGURES = {
+    "3.4 and 3.5": Model(
+        "The size of the sum of uniformly drawn indices, by their number and the workers.",
+        "union",
+        (),
+        (2, 4, 8, 16, 32, 64),
+        (512,),
+        (1 / 512, 16 / 512, 64 / 512, 256 / 512),
+    ),
+    "5.1 to 5.5": Synchronised(
+        "Recursive doubling is fastest for few elements, where latency decides; splitting for more; and dynamic sums "
+        "or dense ones from a density on. No sparse form takes longer than dense.",
+        FORMS,
+        hosts=(8,),
+        sizes=(N,),
+        densities=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+        over="density",
+        small={"hosts": (4,), "sizes": (1_048_576,), "densities": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), "repeats": 5},
+    ),
+    "5.1 to 5.5 by workers": Synchronised(
+        "The more workers, the sooner splitting wins over recursive doubling.",
+        FORMS,
+        hosts=(2, 4, 8, 16),
+        sizes=(N,),
+        densities=(1e-2,),
+        small={"hosts": (2, 4, 8), "sizes": (1_048_576,), "repeats": 5},
+    ),
+    "5.1 to 5.5 by the model": Model(
+        "As above, on 8 nodes of a fast network.",
+        "ms",
+        MODELLED,
+        (8,),
+        (N,),
+        (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+        link=cost.link(82, 1.5),
+    ),
+    "5.6": Summing(
+        "Summing two sparse vectors costs as much as summing dense ones from a density of 6.25 % on.",
+        (N,),
+        (1e-3, 4e-3, 1.6e-2, 6.25e-2, 0.25),
+    ),
+    "5.7": Synchronised(
+        "The throughput of a dense sum rises with its length until the bandwidth decides.",
+        ("dense",),
+        hosts=(2, 4, 8),
+        sizes=(1_000, 10_000, 100_000, 1_000_000, 10_000_000),
+        over="size",
+        small={"hosts": (4,)},
+    ),
+    "5.12": Distinct(
+        "How many different indices the workers have together stops growing after some workers, where what they have "
+        "in common is large.",
+        model="convnet",
+        data="digits",
+        algorithms=("topk_allgather",),
+        workers=64,
+        densities=(0.01,),
+        batch=16,
+        steps=100,
+        every=5,
+        rate=0.05,
+        small={"workers": 32, "steps": 40},
+    ),
+    "5.13": Convergence(
+        "Selecting 32 of each 512 elements converges as dense sums on 8 nodes, and more slowly on 32.",
+        ("dense", "topk_allgather-stochastic"),
+        model="resnet110",
+        data="cifar10",
+        workers=8,
+        density=32 / 512,
+        batch=64,
+        epochs=160,
+        vary=("workers", (4, 8, 32)),
+        rates=(0.1,),
+        small={
+            "model": "resnet20",
+            "data": "digits",
+            "batch": 8,
+            "epochs": 12,
+            "vary": ("workers", (4, 16)),
+            "rates": (0.05, 0.1),
+        },
+    ),
+    "5.14": Convergence(
+        "Two of each 512 elements are enough for ResNet-110 on 8 nodes.",
+        ("topk_allgather-stochastic",),
+        model="resnet110",
+        data="cifar10",
+        workers=8,
+        density=2 / 512,
+        batch=64,
+        epochs=160,
+        vary=("density", tuple(TOP.values())),
+        rates=(0.1,),
+        small={"model": "resnet20", "data": "digits", "workers": 4, "batch": 16, "epochs": 12, "rates": (0.05, 0.1)},
+    ),
+    "5.15": Synchronised(
+        "VGG-19 trains 1.5 times as fast, as it communicates less.",
+        ("dense", "ssar_recursive_doubling"),
+        hosts=(8,),
+        sizes=(143_667_240,),
+        densities=(2 / 512,),
+        small={"hosts": (4,), "sizes": (14_366_724,), "repeats": 3},
+    ),
+    "5.16": Convergence(
+        "A dense net with 2 x 4,096 hidden units learns MNIST 4.6 times as fast, to the same accuracy.",
+        ("dense", "ssar_recursive_doubling-stochastic"),
+        model="fnn4096",
+        data="mnist",
+        workers=8,
+        density=2 / 512,
+        batch=64,
+        epochs=10,
+        rates=(0.01, 0.05),
+        small={"model": "fnn3", "workers": 4, "batch": 32, "epochs": 3, "rates": (0.02, 0.05)},
+    ),
+    "5.17": Convergence(
+        "An LSTM on ATIS trains 2.5 times as fast, and converges as with dense sums.",
+        ("dense", "ssar_recursive_doubling-stochastic"),
+        model="lstm-atis",
+        data="atis",
+        workers=8,
+        density=2 / 512,
+        batch=16,
+        epochs=20,
+        optimizer="adam",
+        rates=(1e-3, 3e-3, 1e-2),
+        small={"workers": 4, "epochs": 4, "rates": (3e-3, 1e-2), "seeds": 2},
+    ),
+}

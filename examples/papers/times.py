@@ -1,0 +1,471 @@
+"""Figures of time: synchronisations over slow links beside the cost model, and computing alone."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.table
+from matplotlib.axes import Axes
+
+import jsparse
+from jsparse import cost
+from jsparse.bench.alone import Alone
+from jsparse.bench.gradients import draw as draw_values
+from jsparse.bench.hosts import bits_per_second
+from jsparse.bench.timing import timed
+
+from .figure import Figure, Line, Setting, found, shown, values
+
+# The forms of `jsparse bench network` that the cost model has, by their names in the model.
+MODELLED = {
+    "dense": "dense",
+    "a2sgd": "a2sgd",
+    "topk_allgather": "topk_allgather",
+    "gaussiank": "gaussiank",
+    "topk_dsa": "topk_dsa",
+    "gtopk": "gtopk",
+    "gtopk, tree": "gtopk_tree",
+    "oktopk": "oktopk",
+    "ssar_recursive_doubling": "ssar_recursive_doubling",
+    "ssar_split_allgather": "ssar_split_allgather",
+    "dsar_split_allgather": "dsar_split_allgather",
+    "qsgd": "qsgd",
+    "parameter_server": "parameter_server",
+}
+
+
+def bits(rate: str) -> float:
+    """Gbit/s of a rate such as ``"100mbit"``."""
+    return bits_per_second(rate) / 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronised(Figure):
+    """Synchronisations on hosts of this machine with shaped links (``jsparse bench network``).
+
+    Needs Linux and root. Hosts share this machine's cores, so only *communication*, which leaves
+    computing out, is compared with the cost model.
+
+    Attributes:
+      claim: what the paper says.
+      forms: of ``jsparse bench network``.
+      hosts, sizes, densities, rates: what they are measured with, all of them with all others.
+      over: the plot's axis: ``"hosts"``, ``"size"``, ``"density"`` or ``"rate"``.
+      devices: workers on each host.
+      repeats: steps of each form.
+      small: what is different at the small size.
+    """
+
+    claim: str
+    forms: tuple[str, ...]
+    hosts: tuple[int, ...] = (4,)
+    sizes: tuple[int, ...] = (14_728_266,)
+    densities: tuple[float, ...] = (0.01,)
+    rates: tuple[str, ...] = ("1gbit",)
+    over: str = "hosts"
+    devices: int = 1
+    repeats: int = 9
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        for size in sized.sizes:
+            for hosts in sized.hosts:
+                for rate in sized.rates:
+                    for density in sized.densities:
+                        yield {
+                            "full": full,
+                            "hosts": hosts,
+                            "size": size,
+                            "density": density,
+                            "rate": rate,
+                            "devices": sized.devices,
+                            "repeats": sized.repeats,
+                            "forms": ";".join(sized.forms),
+                        }
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        options = [f"--{name}={setting[name]}" for name in ("hosts", "size", "density", "rate", "devices", "repeats")]
+        options += [f"--form={form}" for form in setting["forms"].split(";")]
+        found = json.loads(command("bench", "network", *options, "--json=-"))
+        names = ("median_ms", "min_ms", "max_ms", "selection_ms", "rest_ms", "communication_ms", "floor_ms", "bytes")
+        return {"times": {form["name"]: {name: form.get(name) for name in names} for form in found["forms"]}}
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        rows = []
+        for line in lines:
+            for form, times in line["times"].items():
+                told = predicted(form, line)
+                parts = (times["median_ms"], times["selection_ms"], times["rest_ms"], times["communication_ms"])
+                rows.append(
+                    (
+                        form,
+                        *(str(line[name]) for name in ("hosts", "rate")),
+                        f"{line['size']:,}",
+                        f"{100 * line['density']:g} %",
+                        *("" if part is None else f"{part:,.1f}" for part in parts),
+                        f"{times['floor_ms']:,.1f}",
+                        "" if told is None else f"{told:,.1f}",
+                    )
+                )
+        columns = (
+            "form",
+            "hosts",
+            "rate",
+            "n",
+            "density",
+            "ms",
+            "selection",
+            "rest",
+            "communication",
+            "floor",
+            "model",
+        )
+        caption = "model: ms of communication by jsparse.cost, expected, with the link's rate and no latency."
+        return shown("synchronisations over shaped links", caption, columns, rows)
+
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        def draw(name: str, fixed: Setting, axes: Axes) -> None:
+            here = found(lines, fixed)
+            for number, form in enumerate(dict.fromkeys(form for line in here for form in line["times"])):
+                own = [line for line in here if form in line["times"]]
+                x = [bits(line["rate"]) if self.over == "rate" else line[self.over] for line in own]
+                axes.plot(x, [line["times"][form][name] for line in own], marker="o", color=f"C{number}", label=form)
+                model = [predicted(form, line) for line in own]
+                if name == "communication_ms" and None not in model:
+                    axes.plot(x, model, linestyle=":", color=f"C{number}")
+            axes.set(xlabel=self.over, xscale="log", yscale="log", ylabel=f"ms, {name.removesuffix('_ms')}")
+            axes.set_title(", ".join(f"{key} {value}" for key, value in fixed.items()))
+
+        others = [name for name in ("hosts", "size", "density", "rate") if name != self.over]
+        cases = [
+            dict(zip(others, case, strict=True))
+            for case in dict.fromkeys(tuple(line[o] for o in others) for line in lines)
+        ]
+        return [functools.partial(draw, name, case) for case in cases for name in ("median_ms", "communication_ms")]
+
+
+def predicted(form: str, line: Line) -> float | None:
+    """Milliseconds of communication by the cost model, or None where it does not have the form."""
+    if form not in MODELLED or line["devices"] > 1:
+        return None
+    n, k = line["size"], max(1, round(line["density"] * line["size"]))
+    alpha, beta = cost.link(bits(line["rate"]), 0)
+    return 1e3 * cost.predict(MODELLED[form], n, k, line["hosts"], alpha, beta).expected.seconds
+
+
+def command(*arguments: str) -> str:
+    """Runs a command of jsparse, and returns what it prints.
+
+    Raises:
+      ValueError: it failed; the message has the end of what it wrote.
+    """
+    done = subprocess.run([sys.executable, "-m", "jsparse", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"jsparse {' '.join(arguments)} failed: {(done.stderr or done.stdout)[-2000:]}")
+    return done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class PingPong(Figure):
+    """The time of a message by its length, between hosts with a shaped link (``jsparse tune``).
+
+    Attributes:
+      claim: what the paper says.
+      rates: of the link.
+    """
+
+    claim: str
+    rates: tuple[str, ...] = ("1gbit",)
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        yield from ({"full": full, "rate": rate} for rate in self.rates)
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        with tempfile.TemporaryDirectory() as directory:
+            path = pathlib.Path(directory) / "tune.json"
+            tune = [sys.executable, "-m", "jsparse", "tune", "--parameters=10000", "--candidates=1"]
+            command(
+                "network", "--hosts=2", f"--rate={setting['rate']}", "--", *tune, "--distributed=env", f"--out={path}"
+            )
+            figures = json.loads(path.read_text())["tune"]
+        between = next(iter(figures["links"]))
+        return {"link": figures["links"][between], "samples": figures["samples"][between]}
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        rows = []
+        for line in lines:
+            link = line["link"]
+            nominal = 4 * 8 / (bits(line["rate"]) * 1e9)
+            rows.append(
+                (line["rate"], f"{1e6 * link['alpha']:,.0f}", f"{1e9 * link['beta']:.1f}", f"{1e9 * nominal:.1f}")
+            )
+        columns = ("rate", "α, µs a message", "β, ns a word", "of the rate alone")
+        return shown("a line through the times of messages", "by least squares of relative errors", columns, rows)
+
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        def draw(line: Line, axes: Axes) -> None:
+            for number, what in enumerate(values(line["samples"], "what")):
+                own = found(line["samples"], {"what": what})
+                axes.plot(
+                    [s["words"] for s in own], [1e3 * s["seconds"] for s in own], "o", color=f"C{number}", label=what
+                )
+            axes.set(xlabel="words", ylabel="ms", xscale="log", yscale="log", title=line["rate"])
+
+        return [functools.partial(draw, line) for line in lines]
+
+
+@dataclasses.dataclass(frozen=True)
+class Computing(Figure):
+    """The computing of one worker, without a network, by the gradient's length.
+
+    Attributes:
+      claim: what the paper says.
+      forms: a name, and a function of a comm and of the density that makes a transformation.
+      sizes: n.
+      densities: k / n.
+      workers: how many workers the messages are for.
+      repeats: timed steps of each form; the forms take turns.
+      small: what is different at the small size.
+    """
+
+    claim: str
+    forms: Mapping[str, Callable[[Any, float], Any]]
+    sizes: tuple[int, ...]
+    densities: tuple[float, ...] = (0.001,)
+    workers: int = 8
+    repeats: int = 9
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        for size in sized.sizes:
+            for density in sized.densities:
+                yield {
+                    "full": full,
+                    "size": size,
+                    "density": density,
+                    "workers": sized.workers,
+                    "repeats": sized.repeats,
+                }
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        comm, n = Alone(setting["workers"]), setting["size"]
+        grads = jnp.asarray(draw_values("gaussian", n, seed=0))
+        steps = {}
+        for name, make in self.forms.items():
+            tx = make(comm, setting["density"])
+            steps[name] = (jax.jit(tx.update, donate_argnums=1), tx.init(grads))
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(setting["repeats"] + 2):
+            for name, (step, state) in steps.items():
+                ms, (_, state) = timed(step, grads, state)
+                steps[name] = (step, state)
+                if number > 1:
+                    times[name].append(ms)
+        return {
+            "times": {name: {"ms": statistics.median(ms), "spread": [min(ms), max(ms)]} for name, ms in times.items()}
+        }
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        names = list(lines[0]["times"])
+        rows = [
+            (f"{line['size']:,}, {100 * line['density']:g} %", *(f"{line['times'][name]['ms']:,.2f}" for name in names))
+            for line in lines
+        ]
+        caption = f"medians, ms; messages for {lines[0]['workers']} workers"
+        return shown("computing of one worker, without a network", caption, ("n, density", *names), rows)
+
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        over = "size" if len(values(lines, "size")) > 1 else "density"
+
+        def draw(axes: Axes) -> None:
+            for name in lines[0]["times"]:
+                axes.plot(
+                    [line[over] for line in lines], [line["times"][name]["ms"] for line in lines], "o-", label=name
+                )
+            axes.set(xlabel={"size": "n"}.get(over, over), ylabel="ms", xscale="log", yscale="log")
+
+        return [draw]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summing(Figure):
+    """The time to add two sparse vectors, and two dense ones, by the density of the sparse ones.
+
+    Attributes:
+      claim: what the paper says.
+      sizes: n.
+      densities: k / n.
+      repeats: timed sums of each form; the forms take turns.
+      small: what is different at the small size.
+    """
+
+    claim: str
+    sizes: tuple[int, ...]
+    densities: tuple[float, ...]
+    repeats: int = 15
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        for size in sized.sizes:
+            for density in sized.densities:
+                yield {"full": full, "size": size, "density": density, "repeats": sized.repeats}
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        n, k = setting["size"], max(1, round(setting["density"] * setting["size"]))
+        rng = np.random.default_rng(0)
+        vectors = []
+        for _ in range(2):
+            indices = np.sort(rng.choice(n, k, replace=False)).astype(np.int32)
+            vectors.append(jsparse.SparseVector(jnp.asarray(rng.normal(size=k), jnp.float32), jnp.asarray(indices), n))
+        dense = [vector.to_dense() for vector in vectors]
+        forms = {
+            "sparse": (jax.jit(lambda a, b: a.beside(b).merge()), vectors),
+            "dense": (jax.jit(lambda a, b: a + b), dense),
+        }
+        times: dict[str, list[float]] = {name: [] for name in forms}
+        for number in range(setting["repeats"] + 2):
+            for name, (add, pair) in forms.items():
+                ms, _ = timed(add, *pair)
+                if number > 1:
+                    times[name].append(ms)
+        return {
+            "times": {name: {"ms": statistics.median(ms), "spread": [min(ms), max(ms)]} for name, ms in times.items()}
+        }
+
+    table, panels = Computing.table, Computing.panels
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench(Figure):
+    """What a command of ``jsparse bench`` prints, once for each value of one of its options.
+
+    Attributes:
+      claim: what the paper says.
+      arguments: of the command.
+      by: an option, and its values.
+      small: what is different at the small size.
+    """
+
+    claim: str
+    arguments: tuple[str, ...]
+    by: tuple[str, tuple[Any, ...]]
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        option, given = sized.by
+        yield from ({"full": full, "option": option, "value": value} for value in given)
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        figures = json.loads(command("bench", *self.arguments, f"{setting['option']}={setting['value']}", "--json=-"))
+        return {"forms": figures["forms"]}
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        rows = [(str(line["value"]), *map(str, form.values())) for line in lines for form in line["forms"]]
+        columns = (lines[0]["option"].strip("-"), *lines[0]["forms"][0])
+        return shown("jsparse bench " + " ".join(self.arguments), "", columns, rows)
+
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        def draw(axes: Axes) -> None:
+            for name in dict.fromkeys(form["name"] for line in lines for form in line["forms"]):
+                own = [(line["value"], found(line["forms"], {"name": name})[0]["median_ms"]) for line in lines]
+                axes.plot(*zip(*own, strict=True), "o-", label=name)
+            axes.set(xlabel=lines[0]["option"].strip("-"), ylabel="ms", xscale="log", yscale="log")
+
+        return [draw]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model(Figure):
+    """What the cost model says, where the paper's cluster is too large to measure here.
+
+    Attributes:
+      claim: what the paper says.
+      what: ``"ms"``, ``"words"`` that a worker sends, or ``"union"``: the elements of the sum of
+        uniformly drawn indices. All are expected ones.
+      algorithms: of ``jsparse.cost``.
+      workers, sizes, densities: all with all others.
+      link: α and β, such as ``cost.link(gbit, microseconds)``.
+      node: what a node holds.
+    """
+
+    claim: str
+    what: Literal["ms", "words", "union"]
+    algorithms: tuple[str, ...]
+    workers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    densities: tuple[float, ...]
+    link: tuple[float, float] = (0.0, 0.0)
+    node: cost.Node | None = None
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        for size in self.sizes:
+            for density in self.densities:
+                for workers in self.workers:
+                    yield {"full": full, "size": size, "density": density, "workers": workers}
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        n, P = setting["size"], setting["workers"]
+        k = max(1, round(setting["density"] * n))
+        if self.what == "union":
+            return {"union": {"union": cost.expected_union(n, k, P)}}
+        loads = {name: cost.predict(name, n, k, P, *self.link, node=self.node).expected for name in self.algorithms}
+        return {
+            self.what: {
+                name: load.words if self.what == "words" else 1e3 * load.seconds for name, load in loads.items()
+            }
+        }
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        names = list(lines[0][self.what])
+        rows = [
+            (
+                f"{line['size']:,}",
+                f"{100 * line['density']:.3g} %",
+                str(line["workers"]),
+                *(f"{line[self.what][name]:,.4g}" for name in names),
+            )
+            for line in lines
+        ]
+        alpha, beta = self.link
+        titles = {
+            "ms": f"ms, with α = {1e6 * alpha:g} µs and β = {1e9 * beta:g} ns a word",
+            "words": "words that a worker sends",
+            "union": "elements of the sum",
+        }
+        return shown(
+            titles[self.what], "expected, by jsparse.cost, without computing", ("n", "density", "P", *names), rows
+        )
+
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        over = max(("size", "density", "workers"), key=lambda key: len(values(lines, key)))
+        others = [key for key in ("size", "density", "workers") if key != over]
+        names = list(lines[0][self.what])
+
+        def draw(axes: Axes) -> None:
+            for case in dict.fromkeys(tuple(line[key] for key in others) for line in lines):
+                fixed = dict(zip(others, case, strict=True))
+                here = found(lines, fixed)
+                varied = [key for key in others if len(values(lines, key)) > 1]
+                told = "".join(f", {key} {fixed[key]:.3g}" for key in varied)
+                for name in names:
+                    axes.plot(
+                        [line[over] for line in here], [line[self.what][name] for line in here], "o-", label=name + told
+                    )
+            axes.set(xlabel=over, ylabel=self.what, xscale="log", yscale="log")
+
+        return [draw]

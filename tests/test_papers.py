@@ -1,0 +1,172 @@
+"""The figures of the papers: every row can be run, at a tiny size, and goes on where it was."""
+
+import dataclasses
+import json
+import math
+import os
+from typing import Any
+
+import pytest
+
+from examples import train
+from examples.papers import __main__ as papers
+from examples.papers import records
+from examples.papers.convergence import Convergence, task_of
+from examples.papers.figure import make
+from examples.papers.records import Record
+from examples.papers.times import MODELLED, Bench, Computing, Model, PingPong, Summing, Synchronised
+from examples.tasks import MODELS
+from jsparse import cost
+from jsparse.bench.forms import FORMS
+
+DATA = os.environ.get("JSPARSE_DATA")
+TINY: dict[type, dict[str, Any]] = {
+    Convergence: {
+        "model": "convnet",
+        "data": "digits",
+        "workers": 2,
+        "batch": 16,
+        "epochs": 1,
+        "examples": 200,
+        "rates": (0.05,),
+        "seeds": 2,
+        "optimizer": "momentum",
+        "vary": None,
+        "density": 0.01,
+    },
+    Record: {
+        "model": "fnn3",
+        "data": "digits",
+        "workers": 4,
+        "batch": 8,
+        "steps": 6,
+        "every": 2,
+        "densities": (0.01,),
+        "rate": 0.05,
+    },
+    Computing: {"sizes": (5_000,), "repeats": 1},
+    Summing: {"sizes": (5_000,), "densities": (0.01, 0.1), "repeats": 1},
+}
+
+
+def kind(figure: Any) -> type:
+    return next(kind for kind in (*TINY, Model, Bench, PingPong, Synchronised) if isinstance(figure, kind))
+
+
+@pytest.mark.parametrize("name", papers.FIGURES)
+def test_a_row_names_what_there_is(name):
+    figure = papers.FIGURES[name]
+    sizes = [figure, dataclasses.replace(figure, **getattr(figure, "small", {}))]  # The fields of `small` exist.
+    for sized in sizes:
+        if isinstance(sized, Convergence):
+            assert set(sized.algorithms) <= set(train.ALGORITHMS)
+            assert sized.data in MODELS[sized.model].data
+        if isinstance(sized, Record):
+            assert set(sized.algorithms) <= set(records.ALGORITHMS)
+            assert sized.data in MODELS[sized.model].data
+        if isinstance(sized, Synchronised):
+            assert set(sized.forms) <= {form.name for form in FORMS}
+            assert sized.over in ("hosts", "size", "density", "rate")
+        if isinstance(sized, Model):
+            assert set(sized.algorithms) <= set(cost.ALGORITHMS)
+    assert set(MODELLED) <= {form.name for form in FORMS}
+    assert set(MODELLED.values()) <= set(cost.ALGORITHMS)
+
+
+# One figure of each kind that needs no network, or of each sort of record.
+EACH = [
+    *(name for name, figure in papers.FIGURES.items() if isinstance(figure, Record)),
+    "gtopk 1",
+    "a2sgd 3",
+    "thesis 5.6",
+    "thesis 3.4 and 3.5",
+    "commlib 7",
+]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_figure_is_made_and_goes_on(tmp_path, monkeypatch, name):
+    figure = papers.FIGURES[name]
+    if not isinstance(figure, Model):
+        figure = dataclasses.replace(figure, small=TINY[kind(figure)])
+    monkeypatch.setitem(papers.FIGURES, name, figure)
+    papers.main([name, "--out", str(tmp_path)])
+    (lines,) = tmp_path.glob("*.jsonl")
+    (plot,) = tmp_path.glob("*.png")
+    assert plot.stat().st_size > 5_000
+    text = lines.read_text()
+    for line in map(json.loads, text.splitlines()):
+        assert line["full"] is False
+        assert line["took"] > 0
+
+    def measure(*args):
+        raise AssertionError("a run that is in the file is made again")
+
+    monkeypatch.setattr(type(figure), "measure", measure)
+    plot.unlink()
+    papers.main([name, "--out", str(tmp_path)])
+    assert lines.read_text() == text
+    (plot,) = tmp_path.glob("*.png")
+
+
+def test_the_best_rate_is_run_with_all_seeds(tmp_path, monkeypatch):
+    figure = dataclasses.replace(papers.FIGURES["gtopk 1"], small={"rates": (1.0, 2.0, 3.0), "seeds": 3})
+    monkeypatch.setattr(
+        Convergence,
+        "measure",
+        lambda self, setting, files: {
+            "parameters": 10,
+            "steps": 2,
+            "accuracy": [0.1, 1 - abs(setting["rate"] - 2) / 4 + setting["seed"] / 100],
+            "loss": [2.0, 1.0],
+            "bytes": [8, 16],
+        },
+    )
+    lines = make(figure, tmp_path / "lines.jsonl", full=False, files=None)
+    for algorithm in figure.algorithms:
+        runs = [(line["rate"], line["seed"]) for line in lines if line["algorithm"] == algorithm]
+        assert runs == [(1.0, 0), (2.0, 0), (3.0, 0), (2.0, 1), (2.0, 2)]
+    rows = list(figure._best(lines))
+    assert [(case, len(runs)) for case, _, runs in rows] == [(None, 3)] * len(figure.algorithms)
+
+
+def test_time_is_kept_and_files_are_named(tmp_path, capsys):
+    papers.main(["gtopk 13", "--out", str(tmp_path), "--minutes", "-1"])
+    assert not list(tmp_path.glob("*.jsonl"))
+    papers.main(["a2sgd 2", "--out", str(tmp_path)])
+    assert "--data-dir" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        papers.main(["gtopk 99", "--out", str(tmp_path)])
+    assert "there is no figure gtopk 99" in capsys.readouterr().err
+    papers.main([])
+    out = capsys.readouterr().out
+    assert all(name in out for name in papers.FIGURES)
+
+
+def test_xi_of_the_rule_is_as_defined():
+    """By hand: two workers, four elements, k = 1."""
+    import numpy as np
+
+    figure = papers.FIGURES["oktopk 5"]
+    accs = np.array([[4.0, 0.0, 3.0, 0.0], [0.0, 1.0, 3.0, 0.0]])
+    update = np.array([2.0, 0.0, 0.0, 0.0])
+    step = records.Step(0, accs, accs, update, None)
+    # The largest of the mean is at 2; the workers' largest are 4 at 0 and 3 at 2.
+    norm = math.sqrt(2**2 + 0.5**2 + 3**2)
+    found = figure.record(step, 1)
+    assert found["xi"] == pytest.approx(math.sqrt(2**2 + 3**2) / norm)
+    assert found["xi of the rule"] == pytest.approx(math.sqrt(2**2 + 3**2) / norm)
+    assert figure.record(step._replace(update=np.array([0.0, 0.0, 3.0, 0.0])), 1)["xi"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not DATA, reason="needs JSPARSE_DATA")
+@pytest.mark.parametrize("name", [name for name, figure in papers.FIGURES.items() if isinstance(figure, Convergence)])
+def test_tasks_are_found(name):
+    import pathlib
+
+    figure = papers.FIGURES[name]
+    sized = dataclasses.replace(figure, **figure.small)
+    task = task_of(sized.model, sized.data, pathlib.Path(DATA or ""), 0, 100)
+    assert len(task.train[0]) == 100
+    assert len(task.test[0]) == 20
