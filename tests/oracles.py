@@ -235,9 +235,9 @@ def cosines(x: np.ndarray, *, back: bool = False) -> np.ndarray:
 
 
 def frequencies(vectors: np.ndarray, shapes: Sequence[tuple[int, ...]], side: int, *, back: bool = False) -> np.ndarray:
-    """The DCT of each tile of leaves that are in the order of tiles, or of each stretch.
+    """The DCT of each tile of leaves that are in the order of tiles, or of each stretch; or back.
 
-    ``vectors`` has shape ``(P, n)``.
+    ``vectors`` has shape ``(P, n)``. The coefficients of a tile stand column by column.
     """
 
     def cut(length: int) -> list[list[int]]:
@@ -251,8 +251,9 @@ def frequencies(vectors: np.ndarray, shapes: Sequence[tuple[int, ...]], side: in
         for heights, widths in itertools.product(cut(rows) if matrix else [[1]], cut(columns)):
             for height, width in itertools.product(heights, widths):
                 end = begin + height * width
-                turned = cosines(vectors[:, begin:end].reshape(-1, height, width), back=back)
-                turned = cosines(turned.swapaxes(1, 2), back=back).swapaxes(1, 2)
+                shape = (width, height) if back else (height, width)
+                turned = cosines(vectors[:, begin:end].reshape(-1, *shape), back=back)
+                turned = cosines(turned.swapaxes(1, 2), back=back)
                 result[:, begin:end] = turned.reshape(len(vectors), -1)
                 begin = end
     assert begin == vectors.shape[1]

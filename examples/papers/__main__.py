@@ -21,6 +21,7 @@ import contextlib
 import math
 import os
 import pathlib
+import sys
 import time
 
 import jax
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", 32)
     args.out.mkdir(parents=True, exist_ok=True)
+    failed = False
     until = -math.inf if args.show else time.monotonic() + 60 * args.minutes
     for name in names:
         figure, path = FIGURES[name], args.out / name.replace(" ", "_").replace(",", "")
@@ -77,11 +79,14 @@ def main(argv: list[str] | None = None) -> None:
         try:
             lines = make(figure, path.with_suffix(".jsonl"), full=args.full, files=args.data_dir, until=until)
         except ValueError as error:
-            console.print(f"not run: {error}", highlight=False)
+            console.print(f"[red]not run[/red]: {error}", highlight=False)
+            failed = True
             continue
         if lines:
             console.print(figure.table(lines))
             figure.draw(lines, path.with_suffix(".png"))
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ FIGURES = {
         small={"steps": 400, "every": 20, "batch": 32},
     ),
     "3": Computing(
-        "A2SGD computes a little less than Gaussian-k, and much less than Top-k and QSGD.",
-        {
+        claim="A2SGD computes a little less than Gaussian-k, and much less than Top-k and QSGD.",
+        presets={
             "dense": lambda comm, density: jsparse.dense(comm),
             "topk_allgather": lambda comm, density: jsparse.topk_allgather(comm, density=density),
             "gaussiank": lambda comm, density: jsparse.gaussiank(comm, density=density),
             "qsgd": lambda comm, density: jsparse.qsgd(comm),
             "a2sgd": lambda comm, density: jsparse.a2sgd(comm),
         },
-        (1_000_000, 4_000_000, 16_000_000, 66_034_000),
+        sizes=(1_000_000, 4_000_000, 16_000_000, 66_034_000),
         small={"sizes": (1_000_000, 4_000_000, 16_000_000), "repeats": 5},
     ),
     "4 and Table III": Convergence(

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,17 +27,14 @@ class Convergence(Figure):
     accuracy, is run with the other seeds.
 
     Attributes:
-      claim: what the paper says.
       algorithms: names in ``examples.train.ALGORITHMS``.
       model, data, workers, density, batch, epochs, optimizer, schedule: of ``examples.train``.
       rates: the learning rates that are tried.
       vary: an option and the values that it takes in turn: one panel each.
       seeds: how many.
       examples: how many of the training examples are read, and a fifth as many tests; 0 for all.
-      small: what is different at the small size.
     """
 
-    claim: str
     algorithms: tuple[str, ...]
     model: str
     data: str
@@ -51,19 +48,18 @@ class Convergence(Figure):
     vary: tuple[str, tuple[Any, ...]] | None = None
     seeds: int = 3
     examples: int = 0
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self if full else dataclasses.replace(self, small={}, **self.small)
-        for case in sized._cases():
+        sized = self.sized(full)
+        for case in sized.cases():
             for algorithm in sized.algorithms:
                 first = {"full": full, "algorithm": algorithm, "seed": 0} | case
                 yield from ({**first, "rate": rate} for rate in sized.rates)
                 best = best_of(found(lines, first))
-                for seed in range(1, sized.seeds) if best else ():
-                    yield {**first, "seed": seed, "rate": best["rate"]}
+                if best:
+                    yield from ({**first, "seed": seed, "rate": best["rate"]} for seed in range(1, sized.seeds))
 
-    def _cases(self) -> Iterator[Setting]:
+    def cases(self) -> Iterator[Setting]:
         """The options of the runs, but for the algorithm, the rate and the seed."""
         names = ("model", "data", "workers", "density", "batch", "epochs", "optimizer", "schedule", "examples")
         case = {name: getattr(self, name) for name in names}
@@ -95,7 +91,7 @@ class Convergence(Figure):
         )
         for name in (*filter(None, [varied]), "algorithm", "accuracy", "from", "to", "seeds", "loss", "MB", "rate"):
             out.add_column(name, justify="left" if name == "algorithm" else "right")
-        for case, algorithm, runs in self._best(lines):
+        for case, algorithm, runs in self.best(lines):
             last = [100 * run["accuracy"][-1] for run in runs]
             out.add_row(
                 *([] if case is None else [f"{case:g}" if isinstance(case, float) else str(case)]),
@@ -113,7 +109,7 @@ class Convergence(Figure):
         return [functools.partial(self._draw, lines, case, of_bytes) for case in cases for of_bytes in (False, True)]
 
     def _draw(self, lines: Sequence[Line], case: Any, of_bytes: bool, axes: Axes) -> None:
-        for number, (_, algorithm, runs) in enumerate(row for row in self._best(lines) if row[0] == case):
+        for number, (_, algorithm, runs) in enumerate(row for row in self.best(lines) if row[0] == case):
             accuracy = 100 * np.array([run["accuracy"] for run in runs])
             x = np.array(runs[0]["bytes"]) if of_bytes else np.arange(1, accuracy.shape[1] + 1)
             axes.plot(x, accuracy.mean(0), color=f"C{number}", label=algorithm, marker=".")
@@ -124,7 +120,7 @@ class Convergence(Figure):
         if case is not None and self.vary:
             axes.set_title(f"{self.vary[0]} {case:g}")
 
-    def _best(self, lines: Sequence[Line]) -> Iterator[tuple[Any, str, list[Line]]]:
+    def best(self, lines: Sequence[Line]) -> Iterator[tuple[Any, str, list[Line]]]:
         """The varied option, the algorithm, and the runs of all seeds at its best rate."""
         for case in values(lines, self.vary[0]) if self.vary else [None]:
             wanted = {self.vary[0]: case} if self.vary else {}

@@ -1,11 +1,12 @@
 """What all figures have in common: runs that are lines of a file, a table and a plot."""
 
 import abc
+import dataclasses
 import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import matplotlib
 import rich.table
@@ -19,14 +20,21 @@ Line = dict[str, Any]
 Setting = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
 class Figure(abc.ABC):
-    """A figure or table of a paper, and how it is made again.
+    """A figure or table of a paper, and how it is made again. Its fields say how at full size.
 
     Attributes:
-      claim: what the paper says by it, in a sentence.
+      claim: what the paper says by it.
+      small: the fields that are different at the small size.
     """
 
     claim: str
+    small: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
+
+    def sized(self, full: bool) -> Self:
+        """The figure at one of its sizes."""
+        return self if full else dataclasses.replace(self, small={}, **self.small)
 
     @abc.abstractmethod
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:

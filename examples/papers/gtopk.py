@@ -1,18 +1,21 @@
 """Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low
 Bandwidth Networks, ICDCS 2019."""
 
+from typing import Any
+
 from .convergence import Convergence
 from .times import Model, PingPong, Synchronised
 
 ETHERNET = (0.436e-3, 3.6e-8)  # α and β, section IV-C.
 VGG16, RESNET20, ALEXNET, RESNET50 = 14_728_266, 269_722, 61_100_840, 25_557_032
 MODELLED = ("dense", "topk_allgather", "gtopk_tree", "gtopk")
-RESNET = {"model": "resnet20", "data": "cifar10", "workers": 4, "batch": 128, "epochs": 140}
-VGG = RESNET | {"model": "vgg16"}
+RESNET: dict[str, Any] = {"model": "resnet20", "data": "cifar10", "workers": 4, "batch": 128, "epochs": 140}
+VGG: dict[str, Any] = RESNET | {"model": "vgg16"}
+MANY: dict[str, Any] = RESNET | {"workers": 32, "batch": 32, "epochs": 120}
 RATES = (0.025, 0.05, 0.1)
 # The small size has a few steps, so that most of them would be a warm-up of 40; and a tenth of the
 # examples.
-SMALL_RESNET = {"data": "digits", "batch": 16, "epochs": 12, "rates": (0.05, 0.1)}
+SMALL_RESNET: dict[str, Any] = {"data": "digits", "batch": 16, "epochs": 12, "rates": (0.05, 0.1)}
 SMALL_VGG = {"model": "vgg-small", "batch": 32, "epochs": 5, "examples": 5_000, "rates": (0.02, 0.05)}
 
 FIGURES = {
@@ -91,7 +94,7 @@ FIGURES = {
     "13": Convergence(
         "With few and large batches (1,024, 32 workers) gTop-k loses 9 points to Top-k with ResNet-20.",
         ("topk_allgather", "gtopk"),
-        **RESNET | {"workers": 32, "batch": 32, "epochs": 120},
+        **MANY,
         density=0.001,
         rates=RATES,
         small={"data": "digits", "workers": 16, "batch": 8, "epochs": 12, "rates": (0.05, 0.1), "density": 0.005},
@@ -99,7 +102,7 @@ FIGURES = {
     "14": Convergence(
         "With smaller batches it loses only half a point.",
         ("topk_allgather", "gtopk"),
-        **RESNET | {"workers": 32, "epochs": 120},
+        **MANY,
         density=0.001,
         vary=("batch", (4, 32)),
         rates=RATES,

@@ -1,5 +1,7 @@
 """Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022."""
 
+from typing import Any
+
 from jsparse import cost
 
 from .convergence import Convergence
@@ -12,8 +14,8 @@ MODELLED = ("dense", "topk_allgather", "gaussiank", "topk_dsa", "gtopk_tree", "o
 # Piz Daint's network, about: 82 Gbit/s and 1.5 µs.
 ARIES = cost.link(82, 1.5)
 VGG16, LSTM, BERT = 14_728_266, 27_569_568, 133_547_324
-CIFAR10 = {"model": "vgg16", "data": "cifar10", "batch": 16}
-DIGITS = {"model": "convnet", "data": "digits", "batch": 16}
+CIFAR10: dict[str, Any] = {"model": "vgg16", "data": "cifar10", "batch": 16}
+DIGITS: dict[str, Any] = {"model": "convnet", "data": "digits", "batch": 16}
 
 
 def weak_scaling(claim: str, size: int, density: float, small: int) -> Synchronised:

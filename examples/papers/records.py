@@ -6,7 +6,7 @@ import functools
 import math
 import pathlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from examples.paper_rule import largest, paper_rule
 from examples.tasks import Task
 
 from .convergence import task_of
-from .figure import Figure, Line, Setting, found, shown
+from .figure import Figure, Line, Setting, shown
 
 AXIS = "workers"
 ALGORITHMS: dict[str, Callable[[float], Any]] = {
@@ -36,7 +36,9 @@ ALGORITHMS: dict[str, Callable[[float], Any]] = {
         AXIS, density=density, select=jsparse.select.ReusedThreshold(density), tau_threshold=32
     ),
     "oktopk, equal regions": lambda density: jsparse.oktopk(AXIS, density=density, tau_region=None),
-    "oktopk, not balanced": lambda density: jsparse.oktopk(AXIS, density=density, balance_above=math.inf),
+    "oktopk, not balanced": lambda density: jsparse.sparse_allreduce(
+        AXIS, select=jsparse.select.TopK(density), allreduce=jsparse.allreduce.OkTopk(balance_above=math.inf)
+    ),
     "gaussiank": lambda density: jsparse.gaussiank(AXIS, density=density),
     "gaussiank, not adjusted": lambda density: jsparse.gaussiank(
         AXIS, density=density, select=jsparse.select.GaussianThreshold(density, adjust="never")
@@ -53,7 +55,7 @@ class Step(NamedTuple):
       grads: each worker's gradient, shape ``(P, n)``.
       accs: the same with the residual added.
       update: the mean that was applied, shape ``(n,)``.
-      stats: of ``jsparse.stats``, each leaf of shape ``(P,)``.
+      stats: of ``jsparse.stats``, each leaf of shape ``(P, 1)``.
     """
 
     number: int
@@ -68,17 +70,14 @@ class Record(Figure):
     """Figures of some steps of a training, all of whose workers are in one process.
 
     Attributes:
-      claim: what the paper says.
       model, data: of ``examples.tasks``.
       algorithms: names in ``ALGORITHMS``.
       workers, batch: the number of workers, and of a worker's examples in a step.
       densities: k / n.
       steps, every: the length of the training, and how often a step is recorded.
       rate, momentum: of SGD.
-      small: what is different at the small size.
     """
 
-    claim: str
     model: str
     data: str
     algorithms: tuple[str, ...]
@@ -89,14 +88,13 @@ class Record(Figure):
     every: int
     rate: float
     momentum: float = 0.9
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @abc.abstractmethod
     def record(self, step: Step, k: int) -> dict[str, Any]:
         """What is kept of a step."""
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        sized = self.sized(full)
         names = ("model", "data", "workers", "batch", "steps", "every", "rate", "momentum")
         for density in sized.densities:
             for algorithm in sized.algorithms:
@@ -111,16 +109,13 @@ class Record(Figure):
         for step in trained(task, setting):
             n = len(step.update)
             k = max(1, round(setting["density"] * n))
-            if step.number % setting["every"] == 0:
-                for name, value in ({"step": step.number} | self.record(step, k)).items():
-                    kept.setdefault(name, []).append(value)
+            for name, value in ({"step": step.number} | self.record(step, k)).items():
+                kept.setdefault(name, []).append(value)
         return {"parameters": n} | kept
 
-    def curves(
-        self, lines: Sequence[Line], *names: str, wanted: Mapping[str, Any] | None = None, axes: Axes, over: str = ""
-    ) -> None:
+    def curves(self, axes: Axes, lines: Sequence[Line], names: Sequence[str], over: str = "") -> None:
         """Draws entries by step, one curve for each run and entry."""
-        for line in found(lines, wanted or {}):
+        for line in lines:
             for name in names:
                 label = f"{line['algorithm']}, {100 * line['density']:g} %" + (f": {name}" if len(names) > 1 else "")
                 axes.plot(line["step"], line[name], label=label, linewidth=1)
@@ -128,7 +123,7 @@ class Record(Figure):
 
 
 def trained(task: Task, setting: Setting) -> Iterator[Step]:
-    """Trains with SGD, and gives every step that is to be recorded, or the first of none."""
+    """Trains with SGD, and gives the steps that are to be recorded."""
     graph, params, rest = nnx.split(task.model, nnx.Param, ...)
     params, workers = nnx.as_pure(params), setting["workers"]
     reduce = ALGORITHMS[setting["algorithm"]](setting["density"])
@@ -144,9 +139,9 @@ def trained(task: Task, setting: Setting) -> Iterator[Step]:
         grads = jax.grad(loss_fn)(params, batch)
         residual = jsparse.residual(state)
         updates, state = reduce.update(grads, state)
-        stats = jax.tree.map(lambda leaf: leaf.reshape(-1)[0], jsparse.stats(state))
+        stats = jax.tree.map(lambda leaf: leaf.reshape(-1)[:1], jsparse.stats(state))
         vector = flat(grads)
-        return updates, state, vector, vector + residual[0] if residual else vector, stats
+        return updates, state, vector, vector + residual[0] if residual.size else vector, stats
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(params, states, momentum, batch):
@@ -163,7 +158,8 @@ def trained(task: Task, setting: Setting) -> Iterator[Step]:
         batch = tuple(array[rows] for array in task.train)
         params, states, momentum, update, (grads, accs, stats) = step(params, states, momentum, batch)
         if number % setting["every"] == 0:
-            yield Step(number, *map(np.asarray, (grads, accs, update)), jax.tree.map(np.asarray, stats))
+            grads, accs, update, stats = jax.tree.map(np.asarray, (grads, accs, update, stats))
+            yield Step(number, grads, accs, update, stats)
 
 
 def named(line: Line) -> str:
@@ -200,14 +196,14 @@ class Xi(Record):
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows = []
         for line in lines:
-            xi, rule, part = np.array(line["xi"]), np.array(line["xi of the rule"]), len(line["xi"]) // 4
-            quarters = (f"{np.median(xi[i * part : (i + 1) * part]):.2f}" for i in range(4))
+            xi, rule = np.array(line["xi"]), np.array(line["xi of the rule"])
+            quarters = (f"{np.median(quarter):.2f}" for quarter in np.array_split(xi, 4))
             rows.append((named(line), *quarters, f"{xi.max():.2f}", f"{np.median(rule):.2f}", str(line["workers"])))
         columns = ("algorithm", "1st quarter", "2nd", "3rd", "4th", "most", "of the rule", "P")
         return shown(about(lines[0]), "ξ: medians of the quarters of the steps, and the most.", columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
-        return [lambda axes: self.curves(lines, "xi", axes=axes, over="ξ")]
+        return [lambda axes: self.curves(axes, lines, ["xi"], "ξ")]
 
 
 class Counts(Record):
@@ -235,7 +231,7 @@ class Counts(Record):
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         def draw(name: str, axes: Axes) -> None:
-            self.curves(lines, name, axes=axes)
+            self.curves(axes, lines, [name])
             axes.set_yscale("log")
 
         return [functools.partial(draw, name) for name in ("local / k", "global / k")]
@@ -380,7 +376,7 @@ class Distinct(Record):
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         names = [name for name in lines[0] if name.endswith(" workers")]
-        return [lambda axes: self.curves(lines, *names, axes=axes, over="different indices / k")]
+        return [lambda axes: self.curves(axes, lines, names, "different indices / k")]
 
 
 class Balance(Record):
@@ -406,4 +402,4 @@ class Balance(Record):
         return shown(about(lines[0]), caption, columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
-        return [lambda axes, name=name: self.curves(lines, name, axes=axes) for name in ("waits", "words")]
+        return [lambda axes, name=name: self.curves(axes, lines, [name]) for name in ("waits", "words")]

@@ -48,9 +48,9 @@ FIGURES = {
         link=cost.link(82, 1.5),
     ),
     "5.6": Summing(
-        "Summing two sparse vectors costs as much as summing dense ones from a density of 6.25 % on.",
-        (N,),
-        (1e-3, 4e-3, 1.6e-2, 6.25e-2, 0.25),
+        claim="Summing two sparse vectors costs as much as summing dense ones from a density of 6.25 % on.",
+        sizes=(N,),
+        densities=(1e-3, 4e-3, 1.6e-2, 6.25e-2, 0.25),
     ),
     "5.7": Synchronised(
         "The throughput of a dense sum rises with its length until the bandwidth decides.",

@@ -1,10 +1,10 @@
 """Figures of time: synchronisations over slow links beside the cost model, and computing alone."""
 
+import abc
 import dataclasses
 import functools
 import json
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 
 import jsparse
 from jsparse import cost
-from jsparse.bench.alone import Alone
+from jsparse.bench import alone as comm
 from jsparse.bench.gradients import draw as draw_values
 from jsparse.bench.hosts import bits_per_second
-from jsparse.bench.timing import timed
+from jsparse.bench.timing import spread, timed
 
 from .figure import Figure, Line, Setting, found, shown, values
 
@@ -57,16 +57,13 @@ class Synchronised(Figure):
     computing out, is compared with the cost model.
 
     Attributes:
-      claim: what the paper says.
       forms: of ``jsparse bench network``.
       hosts, sizes, densities, rates: what they are measured with, all of them with all others.
       over: the plot's axis: ``"hosts"``, ``"size"``, ``"density"`` or ``"rate"``.
       devices: workers on each host.
       repeats: steps of each form.
-      small: what is different at the small size.
     """
 
-    claim: str
     forms: tuple[str, ...]
     hosts: tuple[int, ...] = (4,)
     sizes: tuple[int, ...] = (14_728_266,)
@@ -75,10 +72,9 @@ class Synchronised(Figure):
     over: str = "hosts"
     devices: int = 1
     repeats: int = 9
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        sized = self.sized(full)
         for size in sized.sizes:
             for hosts in sized.hosts:
                 for rate in sized.rates:
@@ -141,8 +137,8 @@ class Synchronised(Figure):
                 own = [line for line in here if form in line["times"]]
                 x = [bits(line["rate"]) if self.over == "rate" else line[self.over] for line in own]
                 axes.plot(x, [line["times"][form][name] for line in own], marker="o", color=f"C{number}", label=form)
-                model = [predicted(form, line) for line in own]
-                if name == "communication_ms" and None not in model:
+                model = [told for told in (predicted(form, line) for line in own) if told is not None]
+                if name == "communication_ms" and len(model) == len(own):
                     axes.plot(x, model, linestyle=":", color=f"C{number}")
             axes.set(xlabel=self.over, xscale="log", yscale="log", ylabel=f"ms, {name.removesuffix('_ms')}")
             axes.set_title(", ".join(f"{key} {value}" for key, value in fixed.items()))
@@ -181,13 +177,10 @@ class PingPong(Figure):
     """The time of a message by its length, between hosts with a shaped link (``jsparse tune``).
 
     Attributes:
-      claim: what the paper says.
       rates: of the link.
     """
 
-    claim: str
     rates: tuple[str, ...] = ("1gbit",)
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
         yield from ({"full": full, "rate": rate} for rate in self.rates)
@@ -226,127 +219,106 @@ class PingPong(Figure):
         return [functools.partial(draw, line) for line in lines]
 
 
-@dataclasses.dataclass(frozen=True)
-class Computing(Figure):
-    """The computing of one worker, without a network, by the gradient's length.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alone(Figure):
+    """Times of computing alone, without a network; the forms take turns.
 
     Attributes:
-      claim: what the paper says.
-      forms: a name, and a function of a comm and of the density that makes a transformation.
-      sizes: n.
-      densities: k / n.
-      workers: how many workers the messages are for.
-      repeats: timed steps of each form; the forms take turns.
-      small: what is different at the small size.
+      sizes, densities: n, and k / n; all with all others.
+      repeats: how often each form is timed.
     """
 
-    claim: str
-    forms: Mapping[str, Callable[[Any, float], Any]]
     sizes: tuple[int, ...]
     densities: tuple[float, ...] = (0.001,)
-    workers: int = 8
     repeats: int = 9
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @abc.abstractmethod
+    def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
+        """What is timed, by its name."""
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        sized = self.sized(full)
         for size in sized.sizes:
             for density in sized.densities:
-                yield {
-                    "full": full,
-                    "size": size,
-                    "density": density,
-                    "workers": sized.workers,
-                    "repeats": sized.repeats,
-                }
+                yield {"full": full, "size": size, "density": density, "repeats": sized.repeats}
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        comm, n = Alone(setting["workers"]), setting["size"]
-        grads = jnp.asarray(draw_values("gaussian", n, seed=0))
-        steps = {}
-        for name, make in self.forms.items():
-            tx = make(comm, setting["density"])
-            steps[name] = (jax.jit(tx.update, donate_argnums=1), tx.init(grads))
-        times: dict[str, list[float]] = {name: [] for name in steps}
+        forms = self.forms(setting["size"], setting["density"])
+        times: dict[str, list[float]] = {name: [] for name in forms}
         for number in range(setting["repeats"] + 2):
-            for name, (step, state) in steps.items():
-                ms, (_, state) = timed(step, grads, state)
-                steps[name] = (step, state)
-                if number > 1:
+            for name, run in forms.items():
+                ms, _ = timed(run)
+                if number > 1:  # The first ones compile.
                     times[name].append(ms)
-        return {
-            "times": {name: {"ms": statistics.median(ms), "spread": [min(ms), max(ms)]} for name, ms in times.items()}
-        }
+        return {"times": {name: spread(ms) for name, ms in times.items()}}
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         names = list(lines[0]["times"])
         rows = [
-            (f"{line['size']:,}, {100 * line['density']:g} %", *(f"{line['times'][name]['ms']:,.2f}" for name in names))
+            (
+                f"{line['size']:,}, {100 * line['density']:g} %",
+                *(f"{line['times'][name]['median_ms']:,.2f}" for name in names),
+            )
             for line in lines
         ]
-        caption = f"medians, ms; messages for {lines[0]['workers']} workers"
-        return shown("computing of one worker, without a network", caption, ("n, density", *names), rows)
+        return shown("computing alone", "medians, in ms", ("n, density", *names), rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         over = "size" if len(values(lines, "size")) > 1 else "density"
 
         def draw(axes: Axes) -> None:
             for name in lines[0]["times"]:
-                axes.plot(
-                    [line[over] for line in lines], [line["times"][name]["ms"] for line in lines], "o-", label=name
-                )
-            axes.set(xlabel={"size": "n"}.get(over, over), ylabel="ms", xscale="log", yscale="log")
+                ms = [line["times"][name]["median_ms"] for line in lines]
+                axes.plot([line[over] for line in lines], ms, "o-", label=name)
+            axes.set(xlabel=over, ylabel="ms", xscale="log", yscale="log")
 
         return [draw]
 
 
-@dataclasses.dataclass(frozen=True)
-class Summing(Figure):
-    """The time to add two sparse vectors, and two dense ones, by the density of the sparse ones.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Computing(Alone):
+    """The computing of one worker's synchronisation, which gets its own messages back.
 
     Attributes:
-      claim: what the paper says.
-      sizes: n.
-      densities: k / n.
-      repeats: timed sums of each form; the forms take turns.
-      small: what is different at the small size.
+      presets: a name, and a function of a comm and of the density that makes a transformation.
+      workers: for how many the messages are.
     """
 
-    claim: str
-    sizes: tuple[int, ...]
-    densities: tuple[float, ...]
-    repeats: int = 15
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    presets: Mapping[str, Callable[[Any, float], Any]]
+    workers: int = 8
 
-    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self if full else dataclasses.replace(self, small={}, **self.small)
-        for size in sized.sizes:
-            for density in sized.densities:
-                yield {"full": full, "size": size, "density": density, "repeats": sized.repeats}
+    def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
+        grads = jnp.asarray(draw_values("gaussian", n, seed=0))
 
-    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        n, k = setting["size"], max(1, round(setting["density"] * setting["size"]))
-        rng = np.random.default_rng(0)
-        vectors = []
-        for _ in range(2):
+        def steps(make: Callable[[Any, float], Any]) -> Callable[[], Any]:
+            tx = make(comm.Alone(self.workers), density)
+            step = jax.jit(tx.update)
+            state = [tx.init(grads)]
+
+            def run() -> Any:
+                update, state[0] = step(grads, state[0])
+                return update
+
+            return run
+
+        return {name: steps(make) for name, make in self.presets.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summing(Alone):
+    """The sum of two sparse vectors with uniformly drawn indices, and of two dense ones."""
+
+    def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
+        rng, k = np.random.default_rng(0), max(1, round(density * n))
+
+        def vector() -> jsparse.SparseVector:
             indices = np.sort(rng.choice(n, k, replace=False)).astype(np.int32)
-            vectors.append(jsparse.SparseVector(jnp.asarray(rng.normal(size=k), jnp.float32), jnp.asarray(indices), n))
-        dense = [vector.to_dense() for vector in vectors]
-        forms = {
-            "sparse": (jax.jit(lambda a, b: a.beside(b).merge()), vectors),
-            "dense": (jax.jit(lambda a, b: a + b), dense),
-        }
-        times: dict[str, list[float]] = {name: [] for name in forms}
-        for number in range(setting["repeats"] + 2):
-            for name, (add, pair) in forms.items():
-                ms, _ = timed(add, *pair)
-                if number > 1:
-                    times[name].append(ms)
-        return {
-            "times": {name: {"ms": statistics.median(ms), "spread": [min(ms), max(ms)]} for name, ms in times.items()}
-        }
+            return jsparse.SparseVector(jnp.asarray(rng.normal(size=k), jnp.float32), jnp.asarray(indices), n)
 
-    table, panels = Computing.table, Computing.panels
+        sparse = vector(), vector()
+        dense = tuple(one.to_dense() for one in sparse)
+        merge, add = jax.jit(lambda a, b: a.beside(b).merge()), jax.jit(jnp.add)
+        return {"sparse": lambda: merge(*sparse), "dense": lambda: add(*dense)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,19 +326,15 @@ class Bench(Figure):
     """What a command of ``jsparse bench`` prints, once for each value of one of its options.
 
     Attributes:
-      claim: what the paper says.
       arguments: of the command.
       by: an option, and its values.
-      small: what is different at the small size.
     """
 
-    claim: str
     arguments: tuple[str, ...]
     by: tuple[str, tuple[Any, ...]]
-    small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self if full else dataclasses.replace(self, small={}, **self.small)
+        sized = self.sized(full)
         option, given = sized.by
         yield from ({"full": full, "option": option, "value": value} for value in given)
 
@@ -394,7 +362,6 @@ class Model(Figure):
     """What the cost model says, where the paper's cluster is too large to measure here.
 
     Attributes:
-      claim: what the paper says.
       what: ``"ms"``, ``"words"`` that a worker sends, or ``"union"``: the elements of the sum of
         uniformly drawn indices. All are expected ones.
       algorithms: of ``jsparse.cost``.
@@ -403,7 +370,6 @@ class Model(Figure):
       node: what a node holds.
     """
 
-    claim: str
     what: Literal["ms", "words", "union"]
     algorithms: tuple[str, ...]
     workers: tuple[int, ...]

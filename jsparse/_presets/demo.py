@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import jax
@@ -18,7 +17,7 @@ from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_kind
 from .._vector.buckets import Bucket, Scope
 from .._vector.sparse_vector import Leaf, SparseVector, to_dense
-from .._vector.tiles import regions
+from .._vector.tiles import matrix_of, spans
 from ..allreduce import TopkAllGather
 from ..select import BlockTopK
 from ..wire import Full, Wire
@@ -30,7 +29,7 @@ class Frequencies(Flat):
     """The leaves in tiles, and each tile as the coefficients of its discrete cosine transform.
 
     The transform is orthonormal, so a residual keeps in these coordinates what it would keep in
-    those of the leaves.
+    those of the leaves. A tile's coefficients stand column by column.
     """
 
     # A coefficient belongs to a tile, and to no element.
@@ -39,46 +38,60 @@ class Frequencies(Flat):
     def enter(
         self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[Leaf], keep: jax.Array, limit: float
     ) -> Sequence[Leaf]:
-        parts = super().enter(comms, bucket, list(map(to_dense, leaves)), keep, limit)
+        arrays = list(map(to_dense, leaves))
         if bucket.dense:
-            return parts
-        return [self._turned(_forward, to_dense(part).astype(bucket.layout.dtype)) for part in parts]
+            return super().enter(comms, bucket, arrays, keep, limit)
+        return [_forward(leaf.astype(bucket.layout.dtype), self.tiles or 1) for leaf in arrays]
 
     def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
         if bucket.dense:
             return super().leave(comms, bucket, total)
         leaves = bucket.layout.windows(to_dense(total))
-        turned = [self._turned(_backward, leaf).reshape(-1) for leaf in leaves]
-        return super().leave(comms, bucket, jnp.concatenate(turned))
-
-    def _turned(self, turn: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:
-        """A leaf that is in tiles, each of which is turned."""
-        vector = leaf.reshape(-1)
-        parts = [
-            turn(vector[begin:end].reshape(-1, height, width)).reshape(-1)
-            for begin, end, height, width in regions(leaf.shape, self.tiles or 1)
-        ]
-        return jnp.concatenate(parts).reshape(leaf.shape)
+        return jnp.concatenate([_backward(leaf, self.tiles or 1).reshape(-1) for leaf in leaves])
 
 
-def _forward(tiles: jax.Array) -> jax.Array:
-    """The coefficients of tiles, shape ``(tiles, height, width)``."""
-    left, right = (jnp.asarray(cosines(side), tiles.dtype) for side in tiles.shape[1:])
-    # A coefficient is at most the root of the tile's size times the largest element.
-    most = float(jnp.finfo(tiles.dtype).max) / (4 * math.sqrt(left.size * right.size) ** 0.5)
-    tiles = jnp.where(jnp.isfinite(tiles), jnp.clip(tiles, -most, most), tiles)
-    return _products(left, tiles, right.T)
+def _forward(leaf: jax.Array, side: int) -> jax.Array:
+    """The coefficients of a leaf's tiles, in the leaf's shape.
+
+    Both products are of a matrix with few columns, which is the fastest on CPUs: the tiles are
+    turned on their sides in between.
+    """
+    rows, columns = matrix_of(leaf.shape, side)
+    matrix, parts = leaf.reshape(rows, columns), []
+    # A coefficient is at most the root of a tile's size times the largest element.
+    most = float(jnp.finfo(leaf.dtype).max) / (4 * min(rows, side) ** 0.5 * min(columns, side) ** 0.5)
+    matrix = jnp.where(jnp.isfinite(matrix), jnp.clip(matrix, -most, most), matrix)
+    for top, bottom, height in spans(rows, side):
+        for left, right, width in spans(columns, side):
+            cut = _product(matrix[top:bottom, left:right], cosines(width).T)
+            tiles = cut.reshape((bottom - top) // height, height, (right - left) // width, width)
+            parts.append(_product(tiles.transpose(0, 2, 3, 1), cosines(height).T).reshape(-1))
+    return jnp.concatenate(parts).reshape(leaf.shape)
 
 
-def _backward(coefficients: jax.Array) -> jax.Array:
-    """The tiles of coefficients: the inverse of :func:`_forward`."""
-    left, right = (jnp.asarray(cosines(side), coefficients.dtype) for side in coefficients.shape[1:])
-    return _products(left.T, coefficients, right)
+def _backward(coefficients: jax.Array, side: int) -> jax.Array:
+    """The leaf of coefficients: the inverse of :func:`_forward`."""
+    rows, columns = matrix_of(coefficients.shape, side)
+    vector, begin, bands = coefficients.reshape(-1), 0, []
+    for top, bottom, height in spans(rows, side):
+        band = []
+        for left, right, width in spans(columns, side):
+            end = begin + (bottom - top) * (right - left)
+            tiles = vector[begin:end].reshape((bottom - top) // height, (right - left) // width, width, height)
+            tiles = _product(tiles, cosines(height)).transpose(0, 3, 1, 2)
+            band.append(_product(tiles, cosines(width)).reshape(bottom - top, right - left))
+            begin = end
+        bands.append(jnp.concatenate(band, axis=1))
+    return jnp.concatenate(bands).reshape(coefficients.shape)
 
 
-def _products(left: jax.Array, tiles: jax.Array, right: jax.Array) -> jax.Array:
-    tiles = jnp.einsum("ij,bjk->bik", left, tiles, precision=lax.Precision.HIGHEST)
-    return jnp.einsum("bik,kl->bil", tiles, right, precision=lax.Precision.HIGHEST)
+def _product(x: jax.Array, turn: np.ndarray) -> jax.Array:
+    """The stretches of the last axis, as long as the matrix, times it."""
+    side = len(turn)
+    if side == 1:
+        return x
+    rows = x.reshape(-1, side)
+    return jnp.dot(rows, jnp.asarray(turn, x.dtype), precision=lax.Precision.HIGHEST).reshape(x.shape)
 
 
 @functools.cache
@@ -141,7 +154,8 @@ def demo(
       wire, scope, dense_below: as in :func:`sparse_allreduce`.
 
     Returns:
-      A gradient transformation. Its residuals are coefficients, in the order of the tiles.
+      A gradient transformation. Its residuals are coefficients, in the order of the tiles, and
+      those of a tile column by column.
 
     Raises:
       ValueError: an argument is out of range.

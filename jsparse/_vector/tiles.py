@@ -27,11 +27,11 @@ def into_tiles(x: A, side: int | None) -> A:
     """
     if side is None or not has_tiles(x.shape, side):
         return x
-    rows, columns = _matrix(x.shape)
+    rows, columns = matrix_of(x.shape, side)
     matrix = x.reshape(rows, columns)
     parts = []
-    for top, bottom, height in _spans(rows, side):
-        for left, right, width in _spans(columns, side):
+    for top, bottom, height in spans(rows, side):
+        for left, right, width in spans(columns, side):
             cut = matrix[top:bottom, left:right]
             cut = cut.reshape((bottom - top) // height, height, (right - left) // width, width)
             parts.append(cut.swapaxes(1, 2).reshape(-1))
@@ -42,11 +42,11 @@ def out_of_tiles(x: A, side: int | None) -> A:
     """The leaf of which :func:`into_tiles` made ``x``."""
     if side is None or not has_tiles(x.shape, side):
         return x
-    rows, columns = _matrix(x.shape)
+    rows, columns = matrix_of(x.shape, side)
     numbers, vector, begin, bands = x.__array_namespace__(), x.reshape(-1), 0, []
-    for top, bottom, height in _spans(rows, side):
+    for top, bottom, height in spans(rows, side):
         band = []
-        for left, right, width in _spans(columns, side):
+        for left, right, width in spans(columns, side):
             end = begin + (bottom - top) * (right - left)
             tiles = vector[begin:end].reshape((bottom - top) // height, (right - left) // width, height, width)
             band.append(tiles.swapaxes(1, 2).reshape(bottom - top, right - left))
@@ -55,31 +55,15 @@ def out_of_tiles(x: A, side: int | None) -> A:
     return numbers.concatenate(bands).reshape(x.shape)
 
 
-def regions(shape: Sequence[int], side: int) -> list[tuple[int, int, int, int]]:
-    """Where tiles of one shape stand, one after another, in a leaf that is in tiles.
-
-    A leaf without tiles is cut in stretches of ``side`` elements, and what is left over.
-
-    Returns:
-      For each region where it begins and ends in the leaf's vector, and the height and the width
-      of its tiles.
-    """
-    rows, columns = _matrix(shape) if has_tiles(shape, side) else (1, math.prod(shape))
-    found, begin = [], 0
-    for top, bottom, height in _spans(rows, side):
-        for left, right, width in _spans(columns, side):
-            found.append((begin, end := begin + (bottom - top) * (right - left), height, width))
-            begin = end
-    return found
-
-
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """The rows and columns of a leaf."""
+def matrix_of(shape: Sequence[int], side: int | None) -> tuple[int, int]:
+    """The rows and columns of a leaf: one row, where it has no tiles."""
+    if not has_tiles(shape, side):
+        return 1, math.prod(shape)
     *leading, columns = [length for length in shape if length > 1]
     return math.prod(leading), columns
 
 
-def _spans(length: int, side: int) -> list[tuple[int, int, int]]:
+def spans(length: int, side: int) -> list[tuple[int, int, int]]:
     """The stretches of an axis that are cut alike: begin, end, and the length of a tile."""
     whole = length // side * side
     both = ((0, whole, side), (whole, length, length - whole))

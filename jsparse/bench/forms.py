@@ -11,9 +11,11 @@ from .._presets import sparse as presets
 from .._presets.demo import demo
 from .._presets.dion import scale_by_dion
 from .._presets.ef21 import ef21_changes
+from .._presets.general import sparse_allreduce
 from .._presets.onebit_adam import onebit_momentum
 from .._presets.powersgd import powersgd
 from .._presets.vote import vote
+from ..allreduce import OkTopk
 
 
 class Form(NamedTuple):
@@ -54,6 +56,11 @@ def rounded(quantizer: Any, split: bool | Literal["ring"] = True, error_feedback
     return of_all(_dense_presets.quantized, quantize=quantizer, split=split, error_feedback=error_feedback)
 
 
+def unbalanced(comm: Any, *, density: float) -> SparseAllReduce:
+    """Ok-Topk whose parts are gathered as they are."""
+    return sparse_allreduce(comm, select=select.TopK(density), allreduce=OkTopk(balance_above=math.inf))
+
+
 BF16, FOUR_BITS = wire.Compact(quantize.BFloat16()), wire.Compact(quantize.Codebook(4))
 # DDP's size of a bucket.
 BUCKET = 25 * 2**20
@@ -87,7 +94,7 @@ FORMS = [
     Form("oktopk, rotate", preset(presets.oktopk, split="rotate")),
     # Without the paper's balance: of the regions, and of the parts that are gathered.
     Form("oktopk, equal regions", preset(presets.oktopk, tau_region=None)),
-    Form("oktopk, not balanced", preset(presets.oktopk, balance_above=math.inf)),
+    Form("oktopk, not balanced", unbalanced),
     Form("oktopk, compact", preset(presets.oktopk, wire=wire.Compact())),
     Form("oktopk, compact bf16", preset(presets.oktopk, wire=BF16)),
     Form("oktopk, compact bf16, dense update", preset(presets.oktopk, wire=BF16), dense_update=True),

@@ -143,7 +143,7 @@ def leaves_of(size: int) -> list[tuple[int, ...]]:
 
 
 def in_leaves(x: np.ndarray) -> list[np.ndarray]:
-    """A vector as leaves of :func:`leaves_of`."""
-    shapes = leaves_of(x.size)
+    """A vector as leaves of :func:`leaves_of`, in Flax's order: outputs are the last axis."""
+    shapes = [(*shape[2:], *shape[1::-1]) for shape in leaves_of(x.size)]
     parts = np.split(x, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

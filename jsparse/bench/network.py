@@ -207,6 +207,7 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
             offset, side, color = (-3, "right", "white") if cut else (3, "left", "black")
             place = {"textcoords": "offset points", "ha": side, "va": "center"}
             axes.annotate(text, (min(end, limit), label), (offset, 0), color=color, fontsize="small", **place)
+        axes.margins(y=0.01)
         axes.set(xlim=(0, limit), xlabel="ms", title=f"{hosts(figures)} at {rate}")
     panels[0][-1].legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=80)
