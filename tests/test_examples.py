@@ -606,6 +606,24 @@ def test_plan_of_rounds(capsys):
     out = capsys.readouterr().out
     assert "rounds of 30 steps" in out
     assert "95 %" in out
+    assert "Synchronise less often" not in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bandwidth", ["0.1", "1", "100"])
+def test_plan_advises_rounds_of_the_right_length(bandwidth, capsys):
+    """Where most of a step is communication, and so that a fifth of a round's time is."""
+    cluster = ["plan", "--parameters", "1e9", "--workers", "4", "--bandwidth", bandwidth, "--step-time", "1000"]
+    cli.main([*cluster, "--json", "-"])
+    fastest = json.loads(capsys.readouterr().out)["algorithms"]
+    cli.main(cluster)
+    advice = re.search(r"--every (\d+) it is 80 %", " ".join(capsys.readouterr().out.split()))
+    compared = [result["step_ms"] for result in fastest if result["name"] not in cost.DIFFERING + cost.ROUNDING]
+    assert bool(advice) == (min(compared) > 2000)
+    if advice:
+        cli.main([*cluster, "--every", advice[1], "--json", "-"])
+        (dense,) = (r for r in json.loads(capsys.readouterr().out)["algorithms"] if r["name"] == "dense")
+        assert dense["step_ms"] == pytest.approx(1000 / 0.8, rel=0.01)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The figures and tables of five papers, made again.
+"""The figures and tables of five papers, made again; and the cost model beside what is measured.
 
 Each figure has a claim of its paper, and the runs that answer it: at the paper's size, for a
 cluster (``--full``), or at a small one, for a machine with two cores. The runs are lines of JSON,
@@ -28,11 +28,11 @@ import jax
 import rich.console
 import rich.table
 
-from . import a2sgd, commlib, gtopk, oktopk, thesis
+from . import a2sgd, commlib, gtopk, oktopk, scale, thesis
 from .figure import Figure, make
 from .times import PingPong, Synchronised
 
-PAPERS = {"oktopk": oktopk, "gtopk": gtopk, "a2sgd": a2sgd, "commlib": commlib, "thesis": thesis}
+PAPERS = {"oktopk": oktopk, "gtopk": gtopk, "a2sgd": a2sgd, "commlib": commlib, "thesis": thesis, "scale": scale}
 FIGURES: dict[str, Figure] = {
     f"{paper} {name}": figure for paper, module in PAPERS.items() for name, figure in module.FIGURES.items()
 }

@@ -15,7 +15,7 @@ MODELLED = ("dense", "topk_allgather", "gaussiank", "topk_dsa", "gtopk_tree", "o
 ARIES = cost.link(82, 1.5)
 VGG16, LSTM, BERT = 14_728_266, 27_569_568, 133_547_324
 CIFAR10: dict[str, Any] = {"model": "vgg16", "data": "cifar10", "batch": 16}
-DIGITS: dict[str, Any] = {"model": "convnet", "data": "digits", "batch": 16}
+MNIST: dict[str, Any] = {"model": "fnn3", "data": "mnist", "batch": 16}
 
 
 def weak_scaling(claim: str, size: int, density: float, small: int) -> Synchronised:
@@ -40,7 +40,7 @@ FIGURES = {
         steps=31_200,
         every=1_000,
         rate=0.1,
-        small=DIGITS | {"workers": 8, "steps": 300, "every": 5, "rate": 0.05},
+        small=MNIST | {"workers": 8, "steps": 300, "every": 5, "rate": 0.05},
     ),
     "5": Xi(
         "ξ rises at first and then stays about as it is; it is less at the higher density, and below the number of "
@@ -52,7 +52,7 @@ FIGURES = {
         steps=31_200,
         every=100,
         rate=0.1,
-        small=DIGITS | {"workers": 8, "steps": 400, "every": 5, "rate": 0.05},
+        small=MNIST | {"workers": 8, "steps": 400, "every": 5, "rate": 0.05},
     ),
     "6": Counts(
         "Ok-Topk selects k elements within 11 %, on each worker and of the sum; Gaussian-k selects too many at first, "
@@ -64,7 +64,7 @@ FIGURES = {
         steps=31_200,
         every=20,
         rate=0.1,
-        small=DIGITS | {"workers": 8, "steps": 400, "every": 2, "rate": 0.05},
+        small=MNIST | {"workers": 8, "steps": 400, "every": 2, "rate": 0.05},
     ),
     "7": Balance(
         "Regions of equal load make the reduction 1.13 to 1.75 times as fast as equal regions; balancing the parts "
@@ -76,7 +76,7 @@ FIGURES = {
         steps=2_000,
         every=10,
         rate=0.1,
-        small=DIGITS | {"workers": 16, "steps": 100, "every": 2, "rate": 0.05},
+        small=MNIST | {"workers": 16, "steps": 100, "every": 2, "rate": 0.05},
     ),
     "7 by time": Synchronised(
         "As above, by time over slow links.",

@@ -95,7 +95,12 @@ class Synchronised(Figure):
         options += [f"--form={form}" for form in setting["forms"].split(";")]
         found = json.loads(command("bench", "network", *options, "--json=-"))
         names = ("median_ms", "min_ms", "max_ms", "selection_ms", "rest_ms", "communication_ms", "floor_ms", "bytes")
-        return {"times": {form["name"]: {name: form.get(name) for name in names} for form in found["forms"]}}
+        link = ping_pong(setting["rate"])["link"]
+        return {
+            "alpha": link["alpha"],
+            "beta": link["beta"],
+            "times": {form["name"]: {name: form.get(name) for name in names} for form in found["forms"]},
+        }
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows = []
@@ -127,7 +132,7 @@ class Synchronised(Figure):
             "floor",
             "model",
         )
-        caption = "model: ms of communication by jsparse.cost, expected, with the link's rate and no latency."
+        caption = "model: ms of communication by jsparse.cost, expected, with the α and β of a ping-pong of two hosts."
         return shown("synchronisations over shaped links", caption, columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
@@ -156,8 +161,8 @@ def predicted(form: str, line: Line) -> float | None:
     if form not in MODELLED or line["devices"] > 1:
         return None
     n, k = line["size"], max(1, round(line["density"] * line["size"]))
-    alpha, beta = cost.link(bits(line["rate"]), 0)
-    return 1e3 * cost.predict(MODELLED[form], n, k, line["hosts"], alpha, beta).expected.seconds
+    prediction = cost.predict(MODELLED[form], n, k, line["hosts"], line["alpha"], line["beta"])
+    return 1e3 * prediction.expected.seconds
 
 
 def command(*arguments: str) -> str:
@@ -170,6 +175,23 @@ def command(*arguments: str) -> str:
     if done.returncode:
         raise ValueError(f"jsparse {' '.join(arguments)} failed: {(done.stderr or done.stdout)[-2000:]}")
     return done.stdout
+
+
+@functools.cache
+def ping_pong(rate: str) -> dict[str, Any]:
+    """What ``jsparse tune`` measures between two hosts with a shaped link.
+
+    Returns:
+      ``"link"``, with ``alpha`` and ``beta``, seconds of a message and of a word; and its
+      ``"samples"``.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "tune.json"
+        tune = [sys.executable, "-m", "jsparse", "tune", "--parameters=10000", "--candidates=1"]
+        command("network", "--hosts=2", f"--rate={rate}", "--", *tune, "--distributed=env", f"--out={path}")
+        figures = json.loads(path.read_text())["tune"]
+    between = next(iter(figures["links"]))
+    return {"link": figures["links"][between], "samples": figures["samples"][between]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +208,7 @@ class PingPong(Figure):
         yield from ({"full": full, "rate": rate} for rate in self.rates)
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        with tempfile.TemporaryDirectory() as directory:
-            path = pathlib.Path(directory) / "tune.json"
-            tune = [sys.executable, "-m", "jsparse", "tune", "--parameters=10000", "--candidates=1"]
-            command(
-                "network", "--hosts=2", f"--rate={setting['rate']}", "--", *tune, "--distributed=env", f"--out={path}"
-            )
-            figures = json.loads(path.read_text())["tune"]
-        between = next(iter(figures["links"]))
-        return {"link": figures["links"][between], "samples": figures["samples"][between]}
+        return ping_pong(setting["rate"])
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows = []

@@ -293,9 +293,31 @@ def verdict(figures: dict[str, Any]) -> str:
         advice = (
             f"Sparse wins: a step with {sparse['name']} is {times:.2f} times as fast as with the fastest dense one."
         )
+    if figures["rounds"]["every"] == 1:
+        dense = next(result for result in results if result["name"] == "dense")
+        fastest = next(result for result in results if result["name"] == figures["cheapest"])
+        advice += rounds_instead(figures["step_time_ms"], fastest["step_ms"], dense["communication_ms"]["expected"])
     if not figures["selection_time_ms"]:
         advice += " Selection counts as free here: give --selection-time."
     return advice
+
+
+def rounds_instead(step: float, fastest: float, dense: float) -> str:
+    """Advice to synchronise less often, where a step communicates for longer than it computes.
+
+    Args:
+      step: milliseconds of a step without communication; 0 where that is not known.
+      fastest: milliseconds of the whole step with the fastest algorithm.
+      dense: milliseconds of a dense sum.
+    """
+    if not step or fastest <= 2 * step:
+        return ""
+    # A fifth of the time is left for the sum.
+    every = math.ceil(4 * dense / step)
+    return (
+        f" Even so, only {100 * step / fastest:.0f} % of a step is computing. Synchronise less often, in rounds of "
+        f"local steps: with dense sums and --every {every} it is 80 % (docs/local_steps.md)."
+    )
 
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ import rich.table
 from .. import cost
 from ..bench.command import numbers, subplots
 from .links import INSIDE
-from .plan import short
+from .plan import rounds_instead, short
 
 # A sparse algorithm is recommended only if a step is faster by this factor. A smaller gain may be
 # noise, and dense sums lose no accuracy.
@@ -71,7 +71,10 @@ def verdict(figures: dict[str, Any]) -> str:
             f"Take {name} at density {figures['density']}: a step is {figures['times_faster_than_dense']:.2f} times as "
             "fast as with the fastest dense one."
         )
-    if not figures["predicted"]["step_time_ms"]:
+    step = figures["predicted"]["step_time_ms"]
+    dense = next(result for result in results if result["preset"] == "dense")
+    advice += rounds_instead(step, results[0]["step_ms"], dense["step_ms"] - step)
+    if not step:
         advice += " The computation of a step counts as free here: give --model or --step-time."
     return f"{advice} jsparse.from_file reads this choice from {figures['out']}."
 

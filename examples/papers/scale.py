@@ -1,0 +1,30 @@
+"""The cost model beside what is measured, by workers, lengths and densities."""
+
+from .times import Synchronised
+
+FORMS = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
+CLAIM = "Communication takes as long as jsparse.cost predicts, within a fifth."
+
+FIGURES = {
+    "by workers": Synchronised(
+        CLAIM,
+        FORMS,
+        hosts=(2, 4, 8, 16),
+        rates=("1gbit", "100mbit"),
+        small={"hosts": (2, 4, 8), "sizes": (1_472_826,), "rates": ("100mbit",), "repeats": 5},
+    ),
+    "by length": Synchronised(
+        CLAIM,
+        FORMS,
+        sizes=(1_000_000, 14_728_266, 133_547_324),
+        over="size",
+        small={"sizes": (147_282, 1_472_826, 14_728_266), "rates": ("100mbit",), "repeats": 5},
+    ),
+    "by density": Synchronised(
+        CLAIM,
+        FORMS,
+        densities=(0.001, 0.01, 0.1),
+        over="density",
+        small={"sizes": (1_472_826,), "rates": ("100mbit",), "repeats": 5},
+    ),
+}
