@@ -27,7 +27,8 @@ from examples.models import Transformer
 from jsparse.bench.hosts import counters
 from jsparse.cli import processes
 
-NAMES = ("dense", "diloco", "streaming", "sparseloco")
+EVERY_STEP = ("dense", "oktopk")
+NAMES = (*EVERY_STEP, "diloco", "streaming", "sparseloco")
 EVERY, CONTEXT = 30, 64  # Steps of a round, and bytes of a row.
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,7 +77,7 @@ def share(number):
     return rows(text, begin[:, mine].reshape(EVERY, -1))
 
 
-# Dense synchronises every step. Each of the others makes a round of 30 steps.
+# The first two synchronise every step. Each of the others makes a round of 30 steps.
 schedule = optax.warmup_cosine_decay_schedule(0.0, args.rate, args.rounds * EVERY // 20, args.rounds * EVERY)
 inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
 four_bits = jsparse.quantized("data", quantize=jsparse.quantize.Float4(), error_feedback=False)
@@ -89,10 +90,12 @@ sparse = jsparse.sparse_allreduce(
     wire=jsparse.wire.Compact(jsparse.quantize.Codebook(2)),
     error_feedback=jsparse.ErrorFeedback(decay=0.95),
 )
+oktopk = jsparse.oktopk("data", density=0.01, wire=jsparse.wire.Compact(jsparse.quantize.BFloat16()))
 nesterov = optax.sgd(0.4, momentum=0.9, nesterov=True)
 rounds = functools.partial(jsparse.local_steps, loss_fn, inner, mesh, "data", every=EVERY)
 steps = {
     "dense": jsparse.train_step(loss_fn, optax.chain(jsparse.dense("data"), inner), mesh, "data"),
+    "oktopk": jsparse.train_step(loss_fn, optax.chain(oktopk, inner), mesh, "data"),
     "diloco": rounds(),
     "streaming": rounds(sync=four_bits, outer=nesterov, fragments=2, overlap=2, merge=0.5),
     "sparseloco": rounds(sync=sparse, outer=optax.sgd(1.0)),
@@ -110,7 +113,7 @@ def sent():
 
 
 def train_round(name, state, batches):
-    for batch in zip(*batches, strict=True) if name == "dense" else [batches]:
+    for batch in zip(*batches, strict=True) if name in EVERY_STEP else [batches]:
         state, _ = steps[name](state, batch)
     return jax.block_until_ready(state)
 
@@ -127,7 +130,7 @@ for name in args.method:
         line["counted"] += sent() - before
         line["step"] += EVERY
         words = int(jsparse.stats(state.opt_state).words.max())  # Of the last step, or round.
-        line["bytes"] += 4 * words * (EVERY if name == "dense" else 1)
+        line["bytes"] += 4 * words * (EVERY if name in EVERY_STEP else 1)
         line["loss"] = float(evaluate(state.params, tests))
         lines.append(dict(line))
         told = "{method}, step {step}: loss {loss:.3f}, {seconds:.1f} s, a worker sent {bytes:,} bytes"

@@ -176,6 +176,8 @@ SPARSELOCO = jsparse.sparse_allreduce(
 )
 METHODS = {
     "dense": every_step(lambda params, schedule, setting: optax.chain(DENSE, adamw(schedule))),
+    # The inner optimizer of MuLoCo, in every step.
+    "dense, muon": every_step(lambda params, schedule, setting: optax.chain(DENSE, muon(schedule))),
     "topk_allgather": sparse(lambda density: jsparse.topk_allgather(AXIS, density=density, wire=BF16), budgets=THREE),
     "oktopk": sparse(lambda density: jsparse.oktopk(AXIS, density=density, wire=BF16), budgets=THREE),
     "gtopk": sparse(lambda density: jsparse.gtopk(AXIS, density=density, wire=BF16)),

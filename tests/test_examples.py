@@ -140,15 +140,17 @@ def test_example_7_metrics(tmp_path):
 @pytest.mark.full
 def test_example_8_local_steps(tmp_path):
     """A round sends what a step of dense sends, or less; the log has what is printed."""
-    plot, methods = tmp_path / "x.png", ("dense", "diloco", "streaming", "sparseloco")
+    plot, methods = tmp_path / "x.png", ("dense", "diloco", "streaming", "sparseloco", "oktopk")
     options = ["--rounds", 3, "--log", tmp_path / "x.jsonl", "--plot", plot]
     losses = figures_of("8_local_steps", "loss", "--method", *methods, *options)
     assert plot.read_bytes()[:4] == b"\x89PNG"
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [round(line["loss"], 3) for line in lines] == losses
     assert [(line["method"], line["step"]) for line in lines] == [(name, 30 * i) for name in methods for i in (1, 2, 3)]
-    dense, diloco, streaming, sparseloco = ([line["bytes"] for line in lines[i : i + 3]] for i in (0, 3, 6, 9))
+    sent = ([line["bytes"] for line in lines[i : i + 3]] for i in (0, 3, 6, 9, 12))
+    dense, diloco, streaming, sparseloco, oktopk = sent
     assert dense == [30 * sent for sent in diloco]
+    assert 0 < oktopk[-1] < dense[-1] / 50
     assert all(sent < diloco[-1] / 4 for sent in streaming)
     assert 0 < sparseloco[-1] < streaming[-1] / 4
     assert losses[2] < losses[0]
@@ -617,7 +619,7 @@ def test_plan_advises_rounds_of_the_right_length(bandwidth, capsys):
     cli.main([*cluster, "--json", "-"])
     fastest = json.loads(capsys.readouterr().out)["algorithms"]
     cli.main(cluster)
-    advice = re.search(r"--every (\d+) it is 80 %", " ".join(capsys.readouterr().out.split()))
+    advice = re.search(r"and (\d+) steps in a round it is 80 %", " ".join(capsys.readouterr().out.split()))
     compared = [result["step_ms"] for result in fastest if result["name"] not in cost.DIFFERING + cost.ROUNDING]
     assert bool(advice) == (min(compared) > 2000)
     if advice:

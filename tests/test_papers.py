@@ -4,13 +4,16 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from examples import train
 from examples.papers import __main__ as papers
-from examples.papers import records
+from examples.papers import records, times
 from examples.papers.convergence import Convergence, task_of
 from examples.papers.figure import make
 from examples.papers.records import Record
@@ -39,14 +42,20 @@ TINY: dict[type, dict[str, Any]] = {
         "data": "digits",
         "workers": 4,
         "batch": 8,
-        "steps": 8,
-        "every": 2,
+        "steps": 100,
+        "every": 25,
         "densities": (0.01,),
         "rate": 0.05,
     },
     Computing: {"sizes": (5_000,), "repeats": 1},
     Summing: {"sizes": (5_000,), "densities": (0.01, 0.1), "repeats": 1},
 }
+
+
+@pytest.fixture(autouse=True)
+def devices() -> None:
+    """JAX has been used, so that no figure changes how many virtual devices there are."""
+    assert len(jax.devices()) == 8
 
 
 def kind(figure: Any) -> type:
@@ -65,7 +74,7 @@ def test_a_row_names_what_there_is(name):
             assert sized.data in MODELS[sized.model].data
         if isinstance(sized, Synchronised):
             assert set(sized.forms) <= {form.name for form in FORMS}
-            assert sized.over in ("hosts", "size", "density", "rate")
+            assert sized.over in ("hosts", "size", "density")
         if isinstance(sized, Model):
             assert set(sized.algorithms) <= set(cost.ALGORITHMS)
     assert set(MODELLED) <= {form.name for form in FORMS}
@@ -101,6 +110,57 @@ def test_a_figure_is_made_and_goes_on(tmp_path, monkeypatch, name):
     papers.main([name, "--out", str(tmp_path)])
     assert lines.read_text() == text
     (plot,) = tmp_path.glob("*.png")
+
+
+def test_files_have_names_of_their_own():
+    assert len({papers.file_of(name, ".png") for name in papers.FIGURES}) == len(papers.FIGURES)
+
+
+SPREAD = {"median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0}
+PARTS = {"selection_ms": 0.5, "rest_ms": 0.5, "communication_ms": 1.0, "floor_ms": 0.5, "bytes": 8.0}
+
+
+def printed(*arguments: str) -> str:
+    """What commands of jsparse print, as far as figures read it."""
+    if arguments[0] == "network":
+        (path,) = (a.removeprefix("--out=") for a in arguments if a.startswith("--out="))
+        samples = [{"what": "ping-pong", "words": words, "seconds": 1e-4 * words} for words in (1, 256)]
+        figures = {"links": {"between": {"alpha": 1e-4, "beta": 1e-8}}, "samples": {"between": samples}}
+        pathlib.Path(path).write_text(json.dumps({"tune": figures}))
+        return ""
+    match arguments[1]:
+        case "network":
+            names = [a.removeprefix("--form=") for a in arguments if a.startswith("--form=")]
+            return json.dumps({"forms": [{"name": name, **SPREAD, **PARTS} for name in names]})
+        case "data":
+            forms = [{"name": "cache", "epochs": [SPREAD, SPREAD]}]
+        case "pto":
+            forms = [{"task": "LARS", "name": "in parts", "together": SPREAD, "alone": SPREAD}]
+        case _:
+            forms = [{"name": "TopK", **SPREAD}]
+    return json.dumps({"forms": forms})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised)]
+)
+def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(times, "command", printed)
+    times.ping_pong.cache_clear()
+    lines = make(papers.FIGURES[name], tmp_path / "lines.jsonl", full=False, files=None)
+    times.ping_pong.cache_clear()
+    papers.FIGURES[name].draw(lines, tmp_path / "x.png")
+    assert papers.FIGURES[name].table(lines).row_count
+    assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_runs_of_other_settings_are_left_out(tmp_path, monkeypatch):
+    """A row that was changed does not show the runs of before."""
+    monkeypatch.setattr(Model, "measure", lambda self, setting, files: {self.what: {"dense": 1.0}})
+    figure: Any = papers.FIGURES["gtopk 9, left"]
+    for changed in figure, dataclasses.replace(figure, link=(1.0, 1.0)):
+        assert len(make(changed, tmp_path / "lines.jsonl", full=False, files=None)) == len(figure.workers)
+    assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 2 * len(figure.workers)
 
 
 def test_the_best_rate_is_run_with_all_seeds(tmp_path, monkeypatch):
@@ -140,8 +200,6 @@ def test_time_is_kept_and_files_are_named(tmp_path, capsys):
 
 def test_xi_of_the_rule_is_as_defined():
     """By hand: two workers, four elements, k = 1."""
-    import numpy as np
-
     figure: Any = papers.FIGURES["oktopk 5"]
     accs = np.array([[4.0, 0.0, 3.0, 0.0], [0.0, 1.0, 3.0, 0.0]])
     update = np.array([2.0, 0.0, 0.0, 0.0])
@@ -158,8 +216,6 @@ def test_xi_of_the_rule_is_as_defined():
 @pytest.mark.skipif(not DATA, reason="needs JSPARSE_DATA")
 @pytest.mark.parametrize("name", [name for name, figure in papers.FIGURES.items() if isinstance(figure, Convergence)])
 def test_tasks_are_found(name):
-    import pathlib
-
     sized: Any = papers.FIGURES[name].sized(full=False)
     task = task_of(sized.model, sized.data, pathlib.Path(DATA or ""), 0, 100)
     assert len(task.train[0]) == 100

@@ -26,9 +26,10 @@ import time
 
 import jax
 import rich.console
-import rich.table
+import rich.markup
 
 from . import a2sgd, commlib, gtopk, oktopk, scale, thesis
+from .convergence import Convergence
 from .figure import Figure, make
 from .times import PingPong, Synchronised
 
@@ -36,6 +37,16 @@ PAPERS = {"oktopk": oktopk, "gtopk": gtopk, "a2sgd": a2sgd, "commlib": commlib, 
 FIGURES: dict[str, Figure] = {
     f"{paper} {name}": figure for paper, module in PAPERS.items() for name, figure in module.FIGURES.items()
 }
+
+
+def file_of(name: str, suffix: str) -> str:
+    """The name of a figure's file."""
+    return name.replace(" ", "_").replace(",", "") + suffix
+
+
+def workers_of(figure: Figure, full: bool) -> int:
+    """How many devices a figure's runs need."""
+    return max(case["workers"] for case in figure.sized(full).cases()) if isinstance(figure, Convergence) else 1
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--full", action="store_true", help="at the papers' sizes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
-    parser.add_argument("--show", action="store_true", help="make no runs; show those that there are")
+    parser.add_argument("--show", action="store_true", help="show the runs that there are, and make none")
     args = parser.parse_args(argv)
     console = rich.console.Console(width=140)
     if not args.figure:
@@ -65,26 +76,28 @@ def main(argv: list[str] | None = None) -> None:
             f"there is no figure {', '.join(sorted(unknown))}: without arguments the program says what there is"
         )
 
+    # The workers of trainings are virtual devices. Times are those of one device alone.
+    devices = max(workers_of(FIGURES[name], args.full) for name in names)
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
-        jax.config.update("jax_num_cpu_devices", 32)
+        jax.config.update("jax_num_cpu_devices", devices)
     args.out.mkdir(parents=True, exist_ok=True)
     failed = False
     until = -math.inf if args.show else time.monotonic() + 60 * args.minutes
     for name in names:
-        figure, path = FIGURES[name], args.out / name.replace(" ", "_").replace(",", "")
+        figure = FIGURES[name]
         console.print(f"\n[bold]{name}[/bold]: {figure.claim}", highlight=False)
         if isinstance(figure, Synchronised | PingPong) and os.geteuid() and not args.show:
             console.print("not run: it makes networks, for which it has to be root")
             continue
         try:
-            lines = make(figure, path.with_suffix(".jsonl"), full=args.full, files=args.data_dir, until=until)
+            lines = make(figure, args.out / file_of(name, ".jsonl"), full=args.full, files=args.data_dir, until=until)
         except ValueError as error:
-            console.print(f"[red]not run[/red]: {error}", highlight=False)
+            console.print(f"[red]not run[/red]: {rich.markup.escape(str(error))}", highlight=False)
             failed = True
             continue
         if lines:
             console.print(figure.table(lines))
-            figure.draw(lines, path.with_suffix(".png"))
+            figure.draw(lines, args.out / file_of(name, ".png"))
     if failed:
         sys.exit(1)
 

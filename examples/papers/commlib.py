@@ -1,10 +1,23 @@
 """Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters,
 MLSys 2021: MSTopK, HiTopKComm, DataCache and PTO (CommLib)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jsparse import cost
 
 from .convergence import Convergence
 from .times import Bench, Model, Synchronised
+
+
+def of_epochs(form: Mapping[str, Any]) -> dict[str, float]:
+    return {f"{form['name']}, epoch {i + 1}": epoch["median_ms"] for i, epoch in enumerate(form["epochs"])}
+
+
+def of_shares(form: Mapping[str, Any]) -> dict[str, float]:
+    name = f"{form['task']}, {form['name']}"
+    return {f"{name}, {where}": form[where]["median_ms"] for where in ("together", "alone")}
+
 
 # 16 nodes of 8 V100s: 25 Gbit/s between them, and NVLink inside, about 300 Gbit/s.
 NODE, SLOW = cost.Node(8, *cost.link(300, 5)), cost.link(25, 20)
@@ -15,11 +28,12 @@ FIGURES = {
     "6": Bench(
         "MSTopK selects in a small part of the time of an exact top-k, and in less than DGC's double sampling.",
         ("select", "--density=0.001", "--distribution=gaussian"),
+        lambda form: {form["name"]: form["median_ms"]},
         by=("--size", (262_144, 1_048_576, 4_194_304, 16_777_216, 134_217_728)),
         small={"by": ("--size", (262_144, 1_048_576, 4_194_304, 16_777_216))},
     ),
     "7": Model(
-        "HiTopKComm takes least time, then the torus, then a tree; gathering from all takes longest.",
+        "HiTopKComm takes least time, then the torus, then a tree (here dense_hierarchical); gathering takes most.",
         "ms",
         ("dense", "torus", "dense_hierarchical", "topk_allgather", "hitopk"),
         (128,),
@@ -39,11 +53,13 @@ FIGURES = {
     "9": Bench(
         "DataCache reads in less than a tenth of the time.",
         ("data",),
+        of_epochs,
         by=("--repeats", (9,)),
         small={"by": ("--repeats", (3,))},
     ),
     "10 and Table 2": Convergence(
-        "Dense sums reach the highest accuracy; MSTopK and an exact top-k are a little below, about alike.",
+        "Dense sums reach the highest accuracy; MSTopK and an exact top-k are a little below, about alike. (Here "
+        "ResNet-20 on CIFAR-10.)",
         ALGORITHMS,
         model="resnet20",
         data="cifar10",
@@ -80,6 +96,7 @@ FIGURES = {
     "PTO": Bench(
         "Sharing the trust ratios among workers makes them about twice as fast: 11 to 7 ms for ResNet-50.",
         ("pto", "--workers=8"),
+        of_shares,
         by=("--repeats", (9,)),
         small={"by": ("--repeats", (3,))},
     ),

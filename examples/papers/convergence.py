@@ -85,7 +85,7 @@ class Convergence(Figure):
         first = lines[0]
         varied = self.vary[0] if self.vary else None
         out = rich.table.Table(
-            title=f"{first['model']} on {first['data']}, {first['parameters']:,} parameters, {first['steps']} steps",
+            title=f"{first['model']} on {first['data']}, {first['parameters']:,} parameters, {first['epochs']} epochs",
             caption="accuracy: on the tests after the last epoch, %; from, to: of the seeds. The rate was chosen with "
             "the first seed. bytes: that a worker sent in all.",
         )
@@ -136,7 +136,7 @@ def best_of(runs: Sequence[Line]) -> Line | None:
     return max(runs, key=lambda run: (run["accuracy"][-1], -run["loss"][-1]), default=None)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def task_of(model: str, name: str, files: pathlib.Path | None, seed: int, examples: int) -> Any:
     """The task of ``examples.tasks``, with some of the examples only."""
     folder = files / {"wikitext2": "wikitext-2"}.get(name, name) if files else None
@@ -144,6 +144,6 @@ def task_of(model: str, name: str, files: pathlib.Path | None, seed: int, exampl
     if not examples:
         return task
     return task._replace(
-        train=tuple(array[:examples] for array in task.train),
-        test=tuple(array[: examples // 5] for array in task.test),
+        train=tuple(array[:examples].copy() for array in task.train),
+        test=tuple(array[: examples // 5].copy() for array in task.test),
     )

@@ -13,8 +13,6 @@ RESNET: dict[str, Any] = {"model": "resnet20", "data": "cifar10", "workers": 4, 
 VGG: dict[str, Any] = RESNET | {"model": "vgg16"}
 MANY: dict[str, Any] = RESNET | {"workers": 32, "batch": 32, "epochs": 120}
 RATES = (0.025, 0.05, 0.1)
-# The small size has a few steps, so that most of them would be a warm-up of 40; and a tenth of the
-# examples.
 SMALL_RESNET: dict[str, Any] = {"data": "digits", "batch": 16, "epochs": 12, "rates": (0.05, 0.1)}
 SMALL_VGG = {"model": "vgg-small", "batch": 32, "epochs": 5, "examples": 5_000, "rates": (0.02, 0.05)}
 
@@ -28,7 +26,8 @@ FIGURES = {
         small=SMALL_RESNET | {"density": 0.01},
     ),
     "5": Convergence(
-        "With warm-up VGG-16 converges slightly better than with dense sums. (ResNet-20: Figure 1.)",
+        "With warm-up VGG-16 converges slightly better than with dense sums. (Here the warm-up has 40 "
+        "steps, and sums are those of a butterfly.)",
         ("dense", "gtopk", "gtopk-warmup"),
         **VGG,
         density=0.001,
@@ -49,7 +48,7 @@ FIGURES = {
     ),
     "8": PingPong("A message takes α + β L: on their 1 Gbit/s, 0.436 ms and 3.6e-5 ms a word.", ("1gbit", "100mbit")),
     "9, left": Model(
-        "On 4 workers an all-gather is slightly faster; from 16 on gTop-k is.",
+        "On 4 workers an all-gather is slightly faster; from 16 workers on gTop-k is faster.",
         "ms",
         MODELLED,
         (4, 8, 16, 32, 64, 128),

@@ -28,12 +28,15 @@ AXIS = "workers"
 ALGORITHMS: dict[str, Callable[[float], Any]] = {
     "topk_allgather": lambda density: jsparse.topk_allgather(AXIS, density=density),
     "oktopk": lambda density: jsparse.oktopk(AXIS, density=density),
-    # As in the paper: thresholds are exact in every 32nd step, and kept in between.
-    "oktopk, thresholds kept": lambda density: jsparse.oktopk(
-        AXIS, density=density, select=jsparse.select.ReusedThreshold(density, correct=False), tau_threshold=32
+    # Nearly the paper's rule: thresholds are exact in every 32nd step, and kept in between. But of
+    # more than k elements that reach one, k are sent.
+    "oktopk, thresholds kept": lambda density: jsparse.sparse_allreduce(
+        AXIS,
+        select=jsparse.select.ReusedThreshold(density, correct=False),
+        allreduce=jsparse.allreduce.OkTopk(correct=False, tau_region=64),
     ),
     "oktopk, thresholds corrected": lambda density: jsparse.oktopk(
-        AXIS, density=density, select=jsparse.select.ReusedThreshold(density), tau_threshold=32
+        AXIS, density=density, select=jsparse.select.ReusedThreshold(density)
     ),
     "oktopk, equal regions": lambda density: jsparse.oktopk(AXIS, density=density, tau_region=None),
     "oktopk, not balanced": lambda density: jsparse.sparse_allreduce(
@@ -117,7 +120,7 @@ class Record(Figure):
         """Draws entries by step, one curve for each run and entry."""
         for line in lines:
             for name in names:
-                label = f"{line['algorithm']}, {100 * line['density']:g} %" + (f": {name}" if len(names) > 1 else "")
+                label = named(line) + (f": {name}" if len(names) > 1 else "")
                 axes.plot(line["step"], line[name], label=label, linewidth=1)
         axes.set(xlabel="step", ylabel=over or names[0])
 
@@ -252,33 +255,44 @@ class Thresholds(Record):
             "gaussian": float(gaussian),
             "gaussian selects / k": float(np.count_nonzero(magnitudes >= gaussian)) / k,
             "quantiles": np.quantile(acc, self.QUANTILES).tolist(),
-            "magnitudes": magnitudes[:: max(1, len(magnitudes) // 2000)].tolist(),
+            "ranks": (ranks := self._ranks(k, len(acc))).tolist(),
+            "magnitudes": magnitudes[ranks - 1].tolist(),
         }
 
-    def _reused(self, line: Line) -> list[float]:
-        """What the threshold of 25 steps before (or of the first step) would select, over k."""
-        old = max(1, self.AGE // line["every"])
-        k = line["density"] * line["parameters"]
-        found = []
-        for i, magnitudes in enumerate(line["magnitudes"]):
-            each = line["parameters"] / len(magnitudes)
-            found.append(sum(m >= line["exact"][max(0, i - old)] for m in magnitudes) * each / k)
-        return found
+    @staticmethod
+    def _ranks(k: int, n: int) -> np.ndarray:
+        """The ranks from k / 100 to 100 k, each a hundredth above the one before."""
+        return np.unique(np.geomspace(max(1, k // 100), min(n, 100 * k), 930).astype(int))
+
+    def _old(self, line: Line) -> int:
+        """How many records ago the old threshold is."""
+        if self.AGE % line["every"]:
+            raise ValueError(f"every is {line['every']}; it divides {self.AGE}, the age of the old threshold")
+        return self.AGE // line["every"]
+
+    def _reused(self, line: Line) -> np.ndarray:
+        """What the threshold of 25 steps before would select, over k."""
+        old, k = self._old(line), round(line["density"] * line["parameters"])
+        thresholds, found = line["exact"][:-old], []
+        for threshold, ranks, magnitudes in zip(thresholds, line["ranks"][old:], line["magnitudes"][old:], strict=True):
+            reached = np.searchsorted(-np.array(magnitudes), -threshold, side="right")
+            found.append(ranks[max(reached - 1, 0)] / k)
+        return np.array(found)
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows = []
         for line in lines:
-            reused, gaussian = self._reused(line), line["gaussian selects / k"]
-            middle = len(reused) // 2
+            reused = self._reused(line)
+            gaussian, middle = np.array(line["gaussian selects / k"])[-len(reused) :], len(reused) // 2
             for name, over in (("1st half", slice(None, middle)), ("2nd half", slice(middle, None))):
                 rows.append(
                     (
                         named(line),
                         name,
                         f"{np.median(reused[over]):.2f}",
-                        f"{min(reused[over]):.2f} - {max(reused[over]):.2f}",
+                        f"{reused[over].min():.2f} - {reused[over].max():.2f}",
                         f"{np.median(gaussian[over]):.2f}",
-                        f"{min(gaussian[over]):.2f} - {max(gaussian[over]):.2f}",
+                        f"{gaussian[over].min():.2f} - {gaussian[over].max():.2f}",
                     )
                 )
         columns = ("algorithm", "steps", f"{self.AGE} steps old / k", "least - most", "gaussian / k", "least - most")
@@ -292,7 +306,7 @@ class Thresholds(Record):
             x = np.array(line["quantiles"][number])
             widths = np.maximum(np.diff(x), 1e-12)
             axes.step(x[1:], np.diff(self.QUANTILES) / widths, where="pre", color="0.5", label="values")
-            old = max(0, number - max(1, self.AGE // line["every"]))
+            old = max(0, number - self._old(line))
             marks = {
                 "exact": line["exact"][number],
                 "25 steps old": line["exact"][old],
@@ -310,49 +324,45 @@ class Thresholds(Record):
 
 
 class Spread(Record):
-    """The distribution of the gradients as the training goes on."""
+    """The distribution of a worker's gradient as the training goes on."""
+
+    # Of the histogram, in standard deviations.
+    EDGES = np.linspace(-3, 3, 121)
 
     def record(self, step: Step, k: int) -> dict[str, Any]:
         grads = step.grads[0].astype(np.float64)
         deviation = grads.std()
         return {
             "standard deviation": float(deviation),
-            "within a tenth of the first": grads,  # Replaced in `measure`, where the first is known.
             "kurtosis": float(((grads - grads.mean()) ** 4).mean() / deviation**4),
             "median magnitude": float(np.median(abs(grads))),
+            "below 1e-4": float((abs(grads) < 1e-4).mean()),
+            "histogram": (np.histogram(grads / deviation, self.EDGES)[0] / len(grads)).tolist(),
         }
-
-    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        line = super().measure(setting, files)
-        name = "within a tenth of the first"
-        bound = line["standard deviation"][0] / 10
-        edges = np.linspace(-3, 3, 121) * line["standard deviation"][0]
-        vectors = line.pop(name)
-        line[name] = [float((abs(vector) < bound).mean()) for vector in vectors]
-        line["histogram"] = [(np.histogram(vector, edges)[0] / len(vector)).tolist() for vector in vectors]
-        line["edges"] = edges.tolist()
-        return line
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows = []
         for line in lines:
             for i in np.unique(np.linspace(0, len(line["step"]) - 1, 6).astype(int)):
-                names = ("standard deviation", "median magnitude", "kurtosis", "within a tenth of the first")
+                names = ("standard deviation", "median magnitude", "kurtosis", "below 1e-4")
                 rows.append(
                     (f"{line['model']}, {named(line)}", str(line["step"][i]), *(f"{line[n][i]:.3g}" for n in names))
                 )
-        columns = ("training", "step", "deviation", "median magnitude", "kurtosis", "near zero")
-        caption = (
-            "of worker 0's gradient. kurtosis: 3 for a normal distribution. near zero: the share within a tenth of "
-        )
-        return shown(about(lines[0]), caption + "the first step's standard deviation.", columns, rows)
+        columns = ("training", "step", "deviation", "median magnitude", "kurtosis", "below 1e-4")
+        caption = "of worker 0's gradient. kurtosis: 3 for a normal distribution. below 1e-4: the share of magnitudes."
+        return shown(about(lines[0]), caption, columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         def draw(line: Line, axes: Axes) -> None:
-            middle = (np.array(line["edges"][1:]) + np.array(line["edges"][:-1])) / 2
+            middle = (self.EDGES[1:] + self.EDGES[:-1]) / 2
             for i in np.unique(np.linspace(0, len(line["step"]) - 1, 5).astype(int)):
                 axes.plot(middle, line["histogram"][i], label=f"step {line['step'][i]}")
-            axes.set(xlabel="gradient", ylabel="share of the elements", yscale="log", title=line["model"])
+            axes.set(
+                xlabel="gradient, in standard deviations",
+                ylabel="share of the elements",
+                yscale="log",
+                title=line["model"],
+            )
 
         return [functools.partial(draw, line) for line in lines]
 

@@ -3,7 +3,7 @@
 from .times import Synchronised
 
 FORMS = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
-CLAIM = "Communication takes as long as jsparse.cost predicts, within a fifth."
+CLAIM = "Does communication take as long as jsparse.cost predicts?"
 
 FIGURES = {
     "by workers": Synchronised(

@@ -1,4 +1,4 @@
-"""Renggli, Efficient Sparse AllReduce for Scalable Machine Learning, the SparCML thesis, 2018."""
+"""Renggli, Efficient Sparse AllReduce for Scalable Machine Learning, the SparCML thesis, 2017."""
 
 from jsparse import cost
 
@@ -7,7 +7,6 @@ from .records import Distinct
 from .times import Model, Summing, Synchronised
 
 FORMS = ("dense", "ssar_recursive_doubling", "ssar_split_allgather", "dsar_split_allgather")
-MODELLED = FORMS
 N = 16_777_216
 TOP = {f"top {count}": count / 512 for count in (2, 8, 32)}  # Of each bucket of 512.
 
@@ -21,8 +20,8 @@ FIGURES = {
         (1 / 512, 16 / 512, 64 / 512, 256 / 512),
     ),
     "5.1 to 5.5": Synchronised(
-        "Recursive doubling is fastest for few elements, where latency decides; splitting for more; and dynamic sums "
-        "or dense ones from a density on. No sparse form takes longer than dense.",
+        "Recursive doubling is fastest for few elements, where latency decides; splitting for more; above some density "
+        "dynamic sums or dense ones. No sparse form takes longer than dense.",
         FORMS,
         hosts=(8,),
         sizes=(N,),
@@ -41,14 +40,14 @@ FIGURES = {
     "5.1 to 5.5 by the model": Model(
         "As above, on 8 nodes of a fast network.",
         "ms",
-        MODELLED,
+        FORMS,
         (8,),
         (N,),
         (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
         link=cost.link(82, 1.5),
     ),
     "5.6": Summing(
-        claim="Summing two sparse vectors costs as much as summing dense ones from a density of 6.25 % on.",
+        claim="Summing two sparse vectors costs as much as summing dense ones at a density of 6.25 %.",
         sizes=(N,),
         densities=(1e-3, 4e-3, 1.6e-2, 6.25e-2, 0.25),
     ),
@@ -61,8 +60,7 @@ FIGURES = {
         small={"hosts": (4,)},
     ),
     "5.12": Distinct(
-        "How many different indices the workers have together stops growing after some workers, where what they have "
-        "in common is large.",
+        "The workers' indices together stop growing in number where they have many in common. (There: linear models.)",
         model="convnet",
         data="digits",
         algorithms=("topk_allgather",),
@@ -96,7 +94,7 @@ FIGURES = {
     ),
     "5.14": Convergence(
         "Two of each 512 elements are enough for ResNet-110 on 8 nodes.",
-        ("topk_allgather-stochastic",),
+        ("dense", "topk_allgather-stochastic"),
         model="resnet110",
         data="cifar10",
         workers=8,
@@ -116,7 +114,7 @@ FIGURES = {
         small={"hosts": (4,), "sizes": (14_366_724,), "repeats": 3},
     ),
     "5.16": Convergence(
-        "A dense net with 2 x 4,096 hidden units learns MNIST 4.6 times as fast, to the same accuracy.",
+        "A fully connected net with 2 x 4,096 hidden units learns MNIST 4.6 times as fast, to the same accuracy.",
         ("dense", "ssar_recursive_doubling-stochastic"),
         model="fnn4096",
         data="mnist",

@@ -59,7 +59,7 @@ class Synchronised(Figure):
     Attributes:
       forms: of ``jsparse bench network``.
       hosts, sizes, densities, rates: what they are measured with, all of them with all others.
-      over: the plot's axis: ``"hosts"``, ``"size"``, ``"density"`` or ``"rate"``.
+      over: the plot's axis: ``"hosts"``, ``"size"`` or ``"density"``.
       devices: workers on each host.
       repeats: steps of each form.
     """
@@ -91,11 +91,11 @@ class Synchronised(Figure):
                         }
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        link = ping_pong(setting["rate"])["link"]
         options = [f"--{name}={setting[name]}" for name in ("hosts", "size", "density", "rate", "devices", "repeats")]
         options += [f"--form={form}" for form in setting["forms"].split(";")]
         found = json.loads(command("bench", "network", *options, "--json=-"))
         names = ("median_ms", "min_ms", "max_ms", "selection_ms", "rest_ms", "communication_ms", "floor_ms", "bytes")
-        link = ping_pong(setting["rate"])["link"]
         return {
             "alpha": link["alpha"],
             "beta": link["beta"],
@@ -139,8 +139,8 @@ class Synchronised(Figure):
         def draw(name: str, fixed: Setting, axes: Axes) -> None:
             here = found(lines, fixed)
             for number, form in enumerate(dict.fromkeys(form for line in here for form in line["times"])):
-                own = [line for line in here if form in line["times"]]
-                x = [bits(line["rate"]) if self.over == "rate" else line[self.over] for line in own]
+                own = sorted((line for line in here if form in line["times"]), key=lambda line: line[self.over])
+                x = [line[self.over] for line in own]
                 axes.plot(x, [line["times"][form][name] for line in own], marker="o", color=f"C{number}", label=form)
                 model = [told for told in (predicted(form, line) for line in own) if told is not None]
                 if name == "communication_ms" and len(model) == len(own):
@@ -254,7 +254,11 @@ class Alone(Figure):
         sized = self.sized(full)
         for size in sized.sizes:
             for density in sized.densities:
-                yield {"full": full, "size": size, "density": density, "repeats": sized.repeats}
+                yield {"full": full, "size": size, "density": density, "repeats": sized.repeats, "of": self.kind()}
+
+    def kind(self) -> str:
+        """What the runs depend on, but for the sizes."""
+        return type(self).__name__
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
         forms = self.forms(setting["size"], setting["density"])
@@ -279,11 +283,12 @@ class Alone(Figure):
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         over = "size" if len(values(lines, "size")) > 1 else "density"
+        ordered = sorted(lines, key=lambda line: line[over])
 
         def draw(axes: Axes) -> None:
             for name in lines[0]["times"]:
-                ms = [line["times"][name]["median_ms"] for line in lines]
-                axes.plot([line[over] for line in lines], ms, "o-", label=name)
+                ms = [line["times"][name]["median_ms"] for line in ordered]
+                axes.plot([line[over] for line in ordered], ms, "o-", label=name)
             axes.set(xlabel=over, ylabel="ms", xscale="log", yscale="log")
 
         return [draw]
@@ -301,13 +306,16 @@ class Computing(Alone):
     presets: Mapping[str, Callable[[Any, float], Any]]
     workers: int = 8
 
+    def kind(self) -> str:
+        return f"{';'.join(self.presets)} of {self.workers} workers"
+
     def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
         grads = jnp.asarray(draw_values("gaussian", n, seed=0))
 
         def steps(make: Callable[[Any, float], Any]) -> Callable[[], Any]:
             tx = make(comm.Alone(self.workers), density)
-            step = jax.jit(tx.update)
-            state = [tx.init(grads)]
+            step = jax.jit(tx.update, donate_argnums=1)
+            state = [jax.tree.map(jnp.copy, tx.init(grads))]  # No buffer twice: they are donated.
 
             def run() -> Any:
                 update, state[0] = step(grads, state[0])
@@ -337,36 +345,43 @@ class Summing(Alone):
 
 @dataclasses.dataclass(frozen=True)
 class Bench(Figure):
-    """What a command of ``jsparse bench`` prints, once for each value of one of its options.
+    """The times that a command of ``jsparse bench`` measures, once for each value of an option.
 
     Attributes:
       arguments: of the command.
+      times: a function of one of the command's forms that gives its times, medians in ms, by name.
       by: an option, and its values.
     """
 
     arguments: tuple[str, ...]
-    by: tuple[str, tuple[Any, ...]]
+    times: Callable[[Mapping[str, Any]], Mapping[str, float]]
+    by: tuple[str, tuple[int, ...]]
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        sized = self.sized(full)
-        option, given = sized.by
-        yield from ({"full": full, "option": option, "value": value} for value in given)
+        option, given = self.sized(full).by
+        for value in given:
+            yield {"full": full, "arguments": " ".join(self.arguments), "option": option, "value": value}
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
         figures = json.loads(command("bench", *self.arguments, f"{setting['option']}={setting['value']}", "--json=-"))
-        return {"forms": figures["forms"]}
+        return {"ms": {name: ms for form in figures["forms"] for name, ms in self.times(form).items()}}
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
-        rows = [(str(line["value"]), *map(str, form.values())) for line in lines for form in line["forms"]]
-        columns = (lines[0]["option"].strip("-"), *lines[0]["forms"][0])
-        return shown("jsparse bench " + " ".join(self.arguments), "", columns, rows)
+        rows = [(name, *(f"{line['ms'][name]:,.2f}" for line in lines)) for name in lines[0]["ms"]]
+        columns = ("ms", *(f"{line['option'].strip('-')} {line['value']:,}" for line in lines))
+        return shown(f"jsparse bench {lines[0]['arguments']}", "medians", columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
+        ordered = sorted(lines, key=lambda line: line["value"])
+
         def draw(axes: Axes) -> None:
-            for name in dict.fromkeys(form["name"] for line in lines for form in line["forms"]):
-                own = [(line["value"], found(line["forms"], {"name": name})[0]["median_ms"]) for line in lines]
-                axes.plot(*zip(*own, strict=True), "o-", label=name)
-            axes.set(xlabel=lines[0]["option"].strip("-"), ylabel="ms", xscale="log", yscale="log")
+            if len(ordered) == 1:
+                axes.barh(list(ordered[0]["ms"]), list(ordered[0]["ms"].values()))
+                axes.set(xlabel="ms", xscale="log")
+                return
+            for name in ordered[0]["ms"]:
+                axes.plot([line["value"] for line in ordered], [line["ms"][name] for line in ordered], "o-", label=name)
+            axes.set(xlabel=ordered[0]["option"].strip("-"), ylabel="ms", xscale="log", yscale="log")
 
         return [draw]
 
@@ -393,10 +408,12 @@ class Model(Figure):
     node: cost.Node | None = None
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        # All that a prediction depends on, so that one is not taken for another's.
+        cluster = f"{self.what} {self.link} {self.node} {';'.join(self.algorithms)}"
         for size in self.sizes:
             for density in self.densities:
                 for workers in self.workers:
-                    yield {"full": full, "size": size, "density": density, "workers": workers}
+                    yield {"full": full, "size": size, "density": density, "workers": workers, "cluster": cluster}
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
         n, P = setting["size"], setting["workers"]
@@ -439,7 +456,7 @@ class Model(Figure):
         def draw(axes: Axes) -> None:
             for case in dict.fromkeys(tuple(line[key] for key in others) for line in lines):
                 fixed = dict(zip(others, case, strict=True))
-                here = found(lines, fixed)
+                here = sorted(found(lines, fixed), key=lambda line: line[over])
                 varied = [key for key in others if len(values(lines, key)) > 1]
                 told = "".join(f", {key} {fixed[key]:.3g}" for key in varied)
                 for name in names:

@@ -86,7 +86,7 @@ def _backward(coefficients: jax.Array, side: int) -> jax.Array:
 
 
 def _product(x: jax.Array, turn: np.ndarray) -> jax.Array:
-    """The stretches of the last axis, as long as the matrix, times it."""
+    """Multiplies each stretch of ``len(turn)`` elements of the last axis by ``turn``."""
     side = len(turn)
     if side == 1:
         return x

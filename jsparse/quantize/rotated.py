@@ -95,8 +95,8 @@ def _turned(rows: jax.Array, *, back: bool = False) -> jax.Array:
     """Each row times an orthonormal Hadamard matrix; or back.
 
     A row is seen as a matrix, which is multiplied by smaller Hadamard matrices from both sides:
-    their Kronecker product is the large one. The result stands column by column, because so both
-    products are of a matrix with few columns, which is the fastest on CPUs.
+    their Kronecker product is the large one. The result stands column by column, so that both
+    products are of a matrix with few columns: the fastest on CPUs.
     """
     length = rows.shape[1]
     if not rows.size:
