@@ -44,7 +44,9 @@ EVALUATIONS = 10  # At most, in a run.
 SEEDS = 3
 AXIS = "workers"
 # Six peaks of the learning rate are tried, or three with two outer rates each.
-ADAM, SIGN, SGD = (tuple(least * 2**i for i in range(6)) for least in (1e-3, 1e-4, 0.05))
+ADAM, SIGN, SGD, DEMO, DION = (
+    tuple(round(least * 2**i, 6) for i in range(6)) for least in (1e-3, 1e-4, 0.05, 4e-4, 4e-3)
+)
 
 
 class Setting(NamedTuple):
@@ -191,7 +193,7 @@ METHODS = {
     "demo": sparse(
         lambda density: jsparse.demo(AXIS, k=max(1, round(4096 * density)), wire=BF16),
         functools.partial(of_signs, optax.scale_by_sign()),
-        rates=SIGN,
+        rates=DEMO,
         budgets=THREE,
     ),
     "vote": every_step(
@@ -211,7 +213,8 @@ METHODS = {
     "dion, rank 1/16": every_step(
         lambda params, schedule, setting: jsparse.dion(
             AXIS, schedule, rank_fraction=1 / 16, weight_decay=0.1, others=adamw(schedule), matrices=of_blocks
-        )
+        ),
+        rates=DION,
     ),
     "quantized, 4 bits": every_step(
         lambda params, schedule, setting: optax.chain(
@@ -308,8 +311,8 @@ def train(task: Task, setting: Setting) -> dict[str, Any]:
 def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dict[str, Any]]) -> Iterator[Setting]:
     """What is to be run, in an order in which an early end leaves most.
 
-    First all rates of all methods, at 1/256 or without a budget; then the best of these with
-    further seeds, and at the other budgets; then all other rates at these.
+    First all rates of all methods, at 1/256 or without a budget. Then the best of these, with a
+    second seed, at the other budgets, and with a third seed. Last all other rates at those.
     """
 
     def tried(first: bool) -> Iterator[Setting]:
@@ -322,14 +325,20 @@ def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dic
 
     yield from tried(first=True)
     chosen = {name: best(of(lines, name, METHODS[name].budgets[0], steps, 0)) for name in methods}
-    for seed in range(1, SEEDS):
+
+    def again(seed: int) -> Iterator[Setting]:
         for name, found in chosen.items():
             if found and found["budget"] in (0, *budgets):
                 yield Setting(name, found["budget"], found["rate"], found["outer"], seed, steps)
+
+    first, *others = range(1, SEEDS)
+    yield from again(first)
     for name, found in chosen.items():
         for budget in METHODS[name].budgets[1:]:
             if found and budget in budgets:
                 yield Setting(name, budget, found["rate"], found["outer"], 0, steps)
+    for seed in others:
+        yield from again(seed)
     yield from tried(first=False)
 
 
