@@ -134,7 +134,7 @@ def plot_bytes(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         ylim=(0.98 * best, 1.6 * best),
     )
     by_step.set(xlabel="step (dense, or 1/256 of its bytes, or what the method sends)")
-    sent.legend(fontsize="small")
+    figure.legend(*sent.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     for axes in (sent, by_step):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
