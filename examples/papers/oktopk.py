@@ -40,7 +40,7 @@ FIGURES = {
         steps=31_200,
         every=25,
         rate=0.1,
-        small=MNIST | {"workers": 8, "steps": 2_400, "every": 25, "rate": 0.05},
+        small=MNIST | {"workers": 8, "steps": 800, "every": 25, "rate": 0.05},
     ),
     "5": Xi(
         "ξ rises at first and then stays about as it is; it is less at the higher density, and below the number of "
@@ -52,7 +52,7 @@ FIGURES = {
         steps=31_200,
         every=100,
         rate=0.1,
-        small=MNIST | {"workers": 8, "steps": 2_400, "every": 20, "rate": 0.05},
+        small=MNIST | {"workers": 8, "steps": 800, "every": 10, "rate": 0.05},
     ),
     "6": Counts(
         "Ok-Topk selects k elements within 11 %, on each worker and of the sum; Gaussian-k selects too many at first, "
@@ -70,7 +70,7 @@ FIGURES = {
         steps=31_200,
         every=20,
         rate=0.1,
-        small=MNIST | {"workers": 8, "steps": 2_400, "every": 3, "rate": 0.05},
+        small=MNIST | {"workers": 8, "steps": 800, "every": 2, "rate": 0.05},
     ),
     "7": Balance(
         "Regions of equal load make the reduction 1.13 to 1.75 times as fast as equal regions; balancing the parts "
