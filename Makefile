@@ -25,7 +25,7 @@ mutants: $(VENV)/mutants.stamp
 	$(BIN)/python -W ignore tests/mutants.py $(ARGS)
 
 # The figures of the papers at a small size, some hours in all; it goes on where it was ended. JSPARSE_DATA names the
-# directory of the data sets. As root with what is measured over slow links. ARGS="'gtopk 5'" makes one figure.
+# directory of the data sets. Run it as root to measure over slow links, too. ARGS="'gtopk 5'" makes one figure.
 papers: ARGS = all
 papers: $(VENV)/examples.stamp
 	$(BIN)/python -m examples.papers $(if $(JSPARSE_DATA),--data-dir $(JSPARSE_DATA)) $(ARGS)

@@ -432,10 +432,11 @@ def test_a_sum_in_a_ring(quantizer, n: int):
     np.testing.assert_allclose(updates[0] * size + residuals.sum(0), gradients.sum(0), atol=1e-5)
 
 
-def test_a_rotation_is_undone():
+@pytest.mark.parametrize("block", [2, 64, 128])
+def test_a_rotation_is_undone(block: int):
     """By itself it changes nothing but by rounding, also in a shorter last block."""
     values = vector()
-    got = np.asarray(compiled(Rotated(Exact(), 64))(values, jax.random.key(0)))
+    got = np.asarray(compiled(Rotated(Exact(), block))(values, jax.random.key(0)))
     np.testing.assert_allclose(got, values, atol=1e-5 * np.abs(values).max())
 
 

@@ -1,9 +1,9 @@
 """The figures and tables of five papers, made again; and the cost model beside what is measured.
 
 Each figure has a claim of its paper, and the runs that answer it: at the paper's size, for a
-cluster (``--full``), or at a small one, for a machine with two cores. The runs are lines of JSON,
-in one file for each figure. What is in a file is not run again, so the program may be ended at any
-time. Then it prints what came out, and draws it.
+machine with an accelerator for each worker (``--full``), or at a small one, for two cores. The runs
+are lines of JSON, in one file for each figure. What is in a file is not run again, so the program
+may be ended at any time. Then it prints what came out, and draws it.
 
 Run it from the root of a checkout, after ``pip install '.[examples]'``. DIR has a folder for each
 data set, ``mnist``, ``cifar10``, ``ptb``, ``wikitext-2``, ``an4`` and ``atis``, with the standard

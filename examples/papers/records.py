@@ -267,7 +267,7 @@ class Thresholds(Record):
     def _old(self, line: Line) -> int:
         """How many records ago the old threshold is."""
         if self.AGE % line["every"]:
-            raise ValueError(f"every is {line['every']}; it divides {self.AGE}, the age of the old threshold")
+            raise ValueError(f"every is {line['every']}; it must divide {self.AGE}, the age of the old threshold")
         return self.AGE // line["every"]
 
     def _reused(self, line: Line) -> np.ndarray:

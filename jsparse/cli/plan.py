@@ -316,7 +316,7 @@ def rounds_instead(step: float, fastest: float, dense: float) -> str:
     every = math.ceil(4 * dense / step)
     return (
         f" Even so, only {100 * step / fastest:.0f} % of a step is computing. Synchronise less often, in rounds of "
-        f"local steps: with dense sums and {every} steps in a round it is 80 % (--every, docs/local_steps.md)."
+        f"local steps: with dense sums and {every} steps in a round it is at least 80 % (--every, docs/local_steps.md)."
     )
 
 
