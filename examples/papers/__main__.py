@@ -1,7 +1,7 @@
 """The figures and tables of five papers, made again; and the cost model beside what is measured.
 
 Each figure has a claim of its paper, and the runs that answer it: at the paper's size, for a
-machine with an accelerator for each worker (``--full``), or at a small one, for two cores. The runs
+machine with an accelerator for each worker (``--full``), or at a small one, for two cores. Runs
 are lines of JSON, in one file for each figure. What is in a file is not run again, so the program
 may be ended at any time. Then it prints what came out, and draws it.
 
