@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from test_network import needs_network
 
 import jsparse
+import kernels_pallas
 from jsparse import cli
-from jsparse.bench import gradients, network, torch_worker
+from jsparse.bench import gradients, network, profile, torch_worker
 from jsparse.bench.alone import Alone
 from jsparse.bench.forms import FORMS
 from jsparse.bench.job import NetworkJob
@@ -232,6 +233,35 @@ def test_selection_alone():
     for _ in range(2):
         selecting()
     np.testing.assert_allclose(selecting._state[0], sum(gradients.worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_profile_names_functions(tmp_path):
+    """Most of the computing is told by function, and no operation is counted twice."""
+    path = tmp_path / "profile.json"
+    options = ["--size=300000", "--repeats=2", f"--json={path}", f"--plot={tmp_path / 'profile.png'}"]
+    cli.main(["bench", "profile", "oktopk", *options])
+    figures = json.loads(path.read_text())
+    assert figures["median_ms"] > 0
+    assert (tmp_path / "profile.png").stat().st_size > 10_000
+    files = {name.partition(": ")[0] for name in figures["functions"]}
+    assert {"jsparse/_vector/layout.py", "jsparse/allreduce/oktopk.py", "kernels_pallas/bitmap.py"} <= files
+    named = sum(ms for name, ms in figures["functions"].items() if not name.startswith("("))
+    assert named > 0.5 * sum(figures["functions"].values())
+
+
+def test_operations_of_a_program_have_sources():
+    """Also those that got no line of their own from XLA: they have that of what is inside them."""
+    count = jax.jit(lambda x: kernels_pallas.count_above(x, 1.0) + 1).lower(jnp.zeros(4096)).compile()
+    sources = profile.Sources(count.as_text() or "")
+    told = {sources.function(name) for name, opcode in sources.opcodes.items() if opcode == "fusion"}
+    assert told
+    assert told <= {
+        "kernels_pallas/bitmap.py: count",
+        "kernels_pallas/bitmap.py: count_mask",
+        "kernels_pallas/bitmap.py: _of_columns",
+        "(add)",
+    }
+    assert sources.function("unknown") == "(unknown)"
 
 
 def test_gradients_for_pytorch():

@@ -30,6 +30,7 @@ from jsparse.select import (
     SampledThreshold,
     StochasticTopK,
     TopK,
+    _candidates,
 )
 from kernels_pallas import bitmap, reaches, sample_places
 from tiers import quick
@@ -236,6 +237,10 @@ def sums(kind: str, n: int) -> np.ndarray:
             return np.round(x)
         case "few":  # Fewer than k elements.
             return np.where(np.arange(n) % 1000 == 0, x, 0)
+        case "zeros":
+            return np.zeros_like(x)
+        case "heavy":  # The first threshold of Gaussian-k is below the bound of its candidates.
+            return rng.standard_t(3, n).astype(np.float32)
         case "unseen":  # The sample sees none of the large elements, so the bound does not hold.
             seen = np.zeros(n, bool)
             seen[sample_places(np.arange(65536, dtype=np.uint32), n, 65536)] = True
@@ -243,8 +248,24 @@ def sums(kind: str, n: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "few", "unseen"])
-def test_top_k_of_what_is_marked_while_it_is_added_up(kind: str):
+@pytest.mark.parametrize("kind", quick(["normal", "heavy", "ties", "few", "unseen", "zeros"], "normal", "heavy"))
+@pytest.mark.parametrize(
+    "select",
+    quick(
+        [
+            TopK(DENSITY),
+            ReusedThreshold(DENSITY),
+            ReusedThreshold(DENSITY, correct=False),
+            DgcThreshold(DENSITY),
+            *(GaussianThreshold(DENSITY, adjust) for adjust in ("enough", "oktopk", "never")),
+        ],
+        TopK(DENSITY),
+        GaussianThreshold(DENSITY),
+    ),
+    ids=repr,
+)
+def test_what_is_found_among_candidates_is_what_the_whole_vector_has(select, kind: str, monkeypatch):
+    """Both where candidates are marked while the vector is added up, and where they are not."""
     n = 600_001
     want = jnp.asarray(sums(kind, n))
     places = Layout.of([jnp.zeros(n - 1000), jnp.zeros((10, 100))])
@@ -252,12 +273,17 @@ def test_top_k_of_what_is_marked_while_it_is_added_up(kind: str):
     leaves = [part / 2 for part in places.windows(want)]
     pending = Pending(want / 2, leaves, jnp.bool_(True), places)
     assert pending.worth_marking()
-    select = TopK(DENSITY)
     state, rank = select.init(n, jnp.float32), jnp.int32(0)
-    acc, x, told = jax.jit(select.accumulate_and_select)(pending, state, rank, rank)
-    expected, report = jax.jit(select)(want, state, rank, rank)
-    np.testing.assert_array_equal(acc, want)
-    jax.tree.map(np.testing.assert_array_equal, (x, told), (expected, report))
+    state = state._replace(threshold=jnp.full(1, 2.2, jnp.float32))  # A tenth from the k-th of a normal distribution.
+    for step in (jnp.int32(0), jnp.int32(5)):
+        acc, *marked = jax.jit(select.accumulate_and_select)(pending, state, step, rank)
+        np.testing.assert_array_equal(acc, want)
+        found = jax.jit(select)(want, state, step, rank)
+        with monkeypatch.context() as whole:
+            whole.setattr(_candidates, "top_k_sample", lambda n, k: None)
+            expected = jax.jit(lambda *args: select(*args))(want, state, step, rank)
+        for got in (marked, found):
+            jax.tree.map(np.testing.assert_array_equal, tuple(got), expected)
 
 
 def test_random_k_drops_zeros():

@@ -1,7 +1,7 @@
 """The benchmarks of ``jsparse bench``, the PyTorch workers they compare with, and their data.
 
-``select``, ``pto``, ``data``, ``network`` and ``train`` are the five benchmarks, each in the
-module of its name. Only the command line imports this package; the library does not.
+``select``, ``pto``, ``data``, ``network``, ``profile`` and ``train`` are the benchmarks, each in
+the module of its name. Only the command line imports this package; the library does not.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import argparse
 
 def add_benchmarks(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmarks to the parser of ``jsparse bench``. Only this function imports them."""
-    from . import data, network, pto, select, train
+    from . import data, network, profile, pto, select, train
     from .command import add_commands
 
-    add_commands(parser, "WHAT", select, pto, data, network, train)
+    add_commands(parser, "WHAT", select, pto, data, network, profile, train)

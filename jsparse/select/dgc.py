@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import count_above, kth_magnitude
+from kernels_pallas import Marked, kth_magnitude
 
-from .._vector.density import elements_kept
 from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
-from .fixed import scale_threshold, take_above
+from ._candidates import Candidates, FromLargest
 
 # The least and the largest accepted count, as multiples of k, and how often the threshold is
 # lowered at most. These are the authors' defaults. LOWER is also the factor by which it is
@@ -21,7 +20,7 @@ LOWER, UPPER, ROUNDS = 0.8, 1.3, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class DgcThreshold(ByDensity):
+class DgcThreshold(FromLargest, ByDensity):
     """Selects about k elements by a threshold from a strided sample.
 
     The sample has every s-th element, from another first element in each step. The threshold is
@@ -48,17 +47,16 @@ class DgcThreshold(ByDensity):
         if not 0 < self.sample <= 1:
             raise ValueError(f"sample is {self.sample}; it must be a share of the elements, above 0 and at most 1")
 
-    def __call__(
-        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    def select(
+        self, acc: jax.Array, marked: Marked | None, state: SelectorState, step: jax.Array, rank: jax.Array
     ) -> tuple[SparseVector, SelectorState]:
-        k = elements_kept(self.density, acc.shape[0])
+        candidates = Candidates(acc, self.density, marked, UPPER)
         sample = _strided(acc, max(self.sample * acc.shape[0], 2 / self.density), step)
         threshold = kth_magnitude(sample, math.ceil(self.density * sample.shape[0]))
-        threshold, count = scale_threshold(
-            acc, (threshold, count_above(acc, threshold)), LOWER, lambda count: count < LOWER * k, ROUNDS
-        )
-        threshold = lax.cond(count > UPPER * k, lambda: kth_magnitude(acc, k), lambda: threshold)
-        return take_above(acc, threshold, self.density, step)
+        start = threshold, candidates.count_above(threshold)
+        threshold, count = candidates.scale(start, LOWER, lambda count: count < LOWER * candidates.k, ROUNDS)
+        threshold = lax.cond(count > UPPER * candidates.k, candidates.kth_magnitude, lambda: threshold)
+        return candidates.take_above(threshold, step)
 
 
 def _strided(acc: jax.Array, least: float, step: jax.Array) -> jax.Array:

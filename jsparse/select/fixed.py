@@ -1,13 +1,11 @@
 """A fixed threshold."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kernels_pallas import accumulate_and_select, bitmap, choose, count_above, select_above, varying_as
+from kernels_pallas import accumulate_and_select, bitmap, choose, select_above
 
 from .._vector.density import elements_kept
 from .._vector.pending import Pending
@@ -103,35 +101,3 @@ def _threshold_for(threshold: jax.Array, density: float, n: int) -> tuple[jax.Ar
     """The threshold, which is 0 if all elements are kept, and the number of elements kept."""
     k = elements_kept(density, n)
     return jnp.zeros_like(threshold) if k >= n else threshold, k
-
-
-def scale_threshold(
-    acc: jax.Array,
-    start: tuple[jax.Array, jax.Array],
-    factor: float,
-    outside: Callable[[jax.Array], jax.Array],
-    rounds: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Multiplies the threshold by a factor while its count is outside the wanted range.
-
-    Args:
-      acc: the vector.
-      start: ``(threshold, count)``: the first threshold, and how many elements reach it.
-      factor: the multiplier.
-      outside: whether a count is outside the wanted range.
-      rounds: the most multiplications.
-
-    Returns:
-      The last ``(threshold, count)``.
-    """
-
-    def proceed(carry):
-        number, _, count = carry
-        return (number < rounds) & outside(count)
-
-    def scale(carry):
-        number, threshold, _ = carry
-        threshold = factor * threshold
-        return number + 1, threshold, count_above(acc, threshold)
-
-    return lax.while_loop(proceed, scale, (varying_as(jnp.int32(0), acc), *start))[1:]

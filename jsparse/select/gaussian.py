@@ -7,12 +7,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import choose, count_above, magnitude_statistics
+from kernels_pallas import Marked, choose, magnitude_statistics
 
-from .._vector.density import elements_kept
 from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState
-from .fixed import scale_threshold, take_above
+from ._candidates import Candidates, FromLargest
 
 # By rule: the factor by which the threshold is lowered, how often at most, and the least and the
 # largest wanted count, relative to k. By "enough" it goes down to a thousandth, or up to a
@@ -21,7 +20,7 @@ RULES = {"enough": (0.9, 66, 3 / 4, 4 / 3), "oktopk": (1 / 1.02, 20, 3 / 4, 5 / 
 
 
 @dataclasses.dataclass(frozen=True)
-class GaussianThreshold(ByDensity):
+class GaussianThreshold(FromLargest, ByDensity):
     """Selects by a threshold from a normal distribution that is fitted to the vector.
 
     The threshold is its ``1 - density / 2`` quantile (the mean counts by its magnitude), or the
@@ -59,28 +58,30 @@ class GaussianThreshold(ByDensity):
         if self.adjust not in tuple(RULES):
             raise ValueError(f'adjust is {self.adjust!r}; choose "enough", "oktopk" or "never"')
 
-    def __call__(
-        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
+    def select(
+        self, acc: jax.Array, marked: Marked | None, state: SelectorState, step: jax.Array, rank: jax.Array
     ) -> tuple[SparseVector, SelectorState]:
-        k = elements_kept(self.density, acc.shape[0])
+        factor, rounds, least, most = RULES[self.adjust]
+        candidates = Candidates(acc, self.density, marked, most)
         quantile = statistics.NormalDist().inv_cdf(1 - self.density / 2)
-        largest, mean, mean_square = choose(None, {"xla": _describe, "triton": _describe_in_one_read}, acc)
+        largest = candidates.largest()
+        mean, mean_square = choose(None, {"xla": _describe, "triton": _describe_in_one_read}, acc)
         estimate = jnp.abs(mean) + quantile * jnp.sqrt(jnp.maximum(mean_square - mean**2, 0))
         # The largest magnitude also replaces an estimate that overflowed in the squares.
         threshold = jnp.where(estimate < largest, estimate, largest)
-        factor, rounds, least, most = RULES[self.adjust]
-        start = threshold, count_above(acc, threshold)
-        raised = scale_threshold(acc, start, 1 / factor, lambda count: count > most * k, rounds)
-        threshold, _ = scale_threshold(acc, raised, factor, lambda count: count < least * k, rounds)
-        return take_above(acc, threshold, self.density, step)
+        least, most = least * candidates.k, most * candidates.k
+        start = threshold, candidates.count_above(threshold)
+        raised = candidates.scale(start, 1 / factor, lambda count: count > most, rounds)
+        threshold, _ = candidates.scale(raised, factor, lambda count: count < least, rounds)
+        return candidates.take_above(threshold, step)
 
 
-def _describe(acc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The largest magnitude, the mean and the mean square."""
-    return jnp.max(jnp.abs(acc)), jnp.mean(acc), jnp.mean(acc**2)
+def _describe(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean and the mean square."""
+    return jnp.mean(acc), jnp.mean(acc**2)
 
 
-def _describe_in_one_read(acc: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _describe_in_one_read(acc: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """The same figures on a GPU, up to rounding."""
     found = magnitude_statistics(acc, implementation="interpret" if interpret else "triton")
-    return found.largest, found.mean, found.mean_square
+    return found.mean, found.mean_square

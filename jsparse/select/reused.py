@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas import count_above, kth_magnitude, varying_as
+from kernels_pallas import Marked, varying_as
 
-from .._vector.density import check_steps, elements_kept
+from .._vector.density import check_steps
 from .._vector.sparse_vector import SparseVector
-from ._base import Selector
-from .fixed import take_above
+from ._candidates import Candidates, FromLargest
 
 # A threshold is kept while the count is within BAND of k, relative to k. Otherwise it is
 # corrected, at most CORRECTIONS times in a step. It is given up if the count is still more than
@@ -38,7 +37,7 @@ class ReusedThresholdState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReusedThreshold(Selector):
+class ReusedThreshold(FromLargest):
     """Selects about k elements by a threshold that is evaluated exactly from time to time.
 
     Between exact evaluations it is corrected. This is Ok-Topk, Algorithm 1, lines 2 to 4, with
@@ -73,26 +72,27 @@ class ReusedThreshold(Selector):
     def init(self, n: int, dtype: DTypeLike) -> ReusedThresholdState:
         return ReusedThresholdState(jnp.zeros(1, dtype), jnp.zeros(1, jnp.int32), jnp.full(1, 2.0, dtype))
 
-    def __call__(
-        self, acc: jax.Array, state: ReusedThresholdState, step: jax.Array, rank: jax.Array
+    def select(
+        self, acc: jax.Array, marked: Marked | None, state: ReusedThresholdState, step: jax.Array, rank: jax.Array
     ) -> tuple[SparseVector, ReusedThresholdState]:
-        k = elements_kept(self.density, acc.shape[0])
+        candidates = Candidates(acc, self.density, marked)
         threshold, slope = state.threshold[0], state.slope[0]
         due = step % self.tau_threshold == 0
         if self.correct:
-            threshold, count, slope = _correct(acc, k, threshold, slope, due)
-            due |= jnp.abs(count - k) > LOST * k
+            threshold, count, slope = _correct(candidates, threshold, slope, due)
+            due |= jnp.abs(count - candidates.k) > LOST * candidates.k
         else:
             due |= threshold == 0
-        threshold = lax.cond(due, lambda: kth_magnitude(acc, k), lambda: threshold)
-        x, report = take_above(acc, threshold, self.density, step)
+        threshold = lax.cond(due, candidates.kth_magnitude, lambda: threshold)
+        x, report = candidates.take_above(threshold, step)
         return x, ReusedThresholdState(report.threshold, report.selected, slope[None])
 
 
 def _correct(
-    acc: jax.Array, k: int, threshold: jax.Array, slope: jax.Array, skip: jax.Array
+    candidates: Candidates, threshold: jax.Array, slope: jax.Array, skip: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Moves the threshold until its count is within the band: ``(threshold, count, slope)``."""
+    acc, k = candidates.acc, candidates.k
 
     def outside(carry):
         i, _, count, _ = carry
@@ -102,12 +102,12 @@ def _correct(
         i, threshold, count, slope = carry
         ratio = jnp.maximum(count, 1).astype(acc.dtype) / k
         moved = threshold * jnp.clip(ratio ** (1 / slope), 0.5, 2.0)
-        recount = count_above(acc, moved)
+        recount = candidates.count_above(moved)
         fall = jnp.log(ratio * k / jnp.maximum(recount, 1))
         seen = fall / jnp.log(moved / threshold)
         slope = jnp.where(jnp.isfinite(seen), jnp.clip(seen, 0.5, 50.0), slope)
         return i + 1, moved, recount, slope
 
-    count = lax.cond(skip, lambda: varying_as(jnp.int32(k), acc), lambda: count_above(acc, threshold))
+    count = lax.cond(skip, lambda: varying_as(jnp.int32(k), acc), lambda: candidates.count_above(threshold))
     start = varying_as(jnp.int32(0), acc)
     return lax.while_loop(outside, move, (start, threshold, count, slope))[1:]

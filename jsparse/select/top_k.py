@@ -1,20 +1,19 @@
 """The selector for the exact top-k."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
-from kernels_pallas import Marked, choose, select_top_k, top_k_bound, top_k_sample
+from kernels_pallas import Marked, select_top_k
 
 from .._vector.density import elements_kept
-from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf, SparseVector
+from .._vector.sparse_vector import SparseVector
 from ._base import ByDensity, SelectorState, report
+from ._candidates import FromLargest
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(ByDensity):
+class TopK(FromLargest, ByDensity):
     """Selects exactly the k elements of largest magnitude.
 
     Among equal magnitudes the lowest index is selected.
@@ -29,34 +28,13 @@ class TopK(ByDensity):
     (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32))
     """
 
-    def __call__(
-        self, acc: jax.Array, state: SelectorState, step: jax.Array, rank: jax.Array
-    ) -> tuple[SparseVector, SelectorState]:
-        return self._select(acc)
+    def rank(self, n: int) -> int:
+        return elements_kept(self.density, n)
 
-    def _select(self, acc: jax.Array, marked: Marked | None = None) -> tuple[SparseVector, SelectorState]:
+    def select(
+        self, acc: jax.Array, marked: Marked | None, state: SelectorState, step: jax.Array, rank: jax.Array
+    ) -> tuple[SparseVector, SelectorState]:
         n = acc.shape[0]
         values, indices, count = select_top_k(acc, elements_kept(self.density, n), marked=marked)
         x = SparseVector(values, indices, n)
         return x, report(x, count)
-
-    def accumulate_and_select(
-        self, pending: Pending, state: SelectorState, step: jax.Array, rank: jax.Array
-    ) -> tuple[Leaf, SparseVector, SelectorState]:
-        """As in :class:`Selector`. On a CPU a long vector is marked while it is added up."""
-        plain = super().accumulate_and_select
-        n = pending.layout.n
-        k = elements_kept(self.density, n)
-        sample = top_k_sample(n, k)
-        if sample is None or not pending.worth_marking():
-            return plain(pending, state, step, rank)
-
-        def marking(pending: Pending, *_: jax.Array) -> tuple[jax.Array, SparseVector, SelectorState]:
-            bound = top_k_bound(pending.sample(sample), n, k)
-            acc, words = pending.add_up_and_mark(bound)
-            return acc, *self._select(acc, Marked(bound, words))
-
-        def on_gpu(*args: Any, interpret: bool = False) -> tuple[Leaf, SparseVector, SelectorState]:
-            return plain(*args)
-
-        return choose(None, {"xla": marking, "triton": on_gpu}, pending, state, step, rank)
