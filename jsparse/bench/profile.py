@@ -69,8 +69,8 @@ def measure(form: Form, n: int, density: float, hosts: int, repeats: int) -> dic
       repeats: how many steps are timed, first without the profiler and then with it.
 
     Returns:
-      The options, the ``"median_ms"`` of a step without the profiler, and the milliseconds of each
-      function in a step, as ``"functions"``.
+      The options, the ``"median_ms"`` of a step without the profiler, and the median milliseconds
+      of each function, as ``"functions"``.
     """
     comms = (Alone(2), Alone(hosts // 2)) if form.levels else (Alone(hosts),)
     tx = form.make(*comms, density=density)
@@ -87,12 +87,14 @@ def measure(form: Form, n: int, density: float, hosts: int, repeats: int) -> dic
             for number in range(repeats):
                 state, _ = jax.block_until_ready(program(grads[number % len(grads)], state))
         (trace,) = pathlib.Path(folder).glob("**/*.xplane.pb")
-        took = operations(jax.profiler.ProfileData.from_file(str(trace)))
-    functions: dict[str, float] = collections.defaultdict(float)
+        steps = operations(jax.profiler.ProfileData.from_file(str(trace)))
     sources = Sources(program.as_text() or "")
-    for name, ms in took.items():
-        if sources.opcodes.get(name) not in CONTAINERS:
-            functions[sources.function(name)] += ms / repeats
+    took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * len(steps))
+    for number, step in enumerate(steps):
+        for name, ms in step.items():
+            if sources.opcodes.get(name) not in CONTAINERS:
+                took[sources.function(name)][number] += ms
+    functions = {name: statistics.median(ms) for name, ms in took.items()}
     return {
         "form": form.name,
         "size": n,
@@ -104,16 +106,16 @@ def measure(form: Form, n: int, density: float, hosts: int, repeats: int) -> dic
     }
 
 
-def operations(profile: Any) -> dict[str, float]:
-    """The milliseconds of each operation in all, by its name, of ``jax.profiler.ProfileData``."""
-    took: dict[str, float] = collections.defaultdict(float)
+def operations(profile: Any) -> list[dict[str, float]]:
+    """For each step of a ``jax.profiler.ProfileData``, the milliseconds of each operation."""
+    steps: dict[Any, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
-                name = dict(event.stats).get("hlo_op")
-                if name is not None:
-                    took[str(name)] += event.duration_ns / 1e6
-    return took
+                told = dict(event.stats)
+                if "hlo_op" in told:
+                    steps[told["run_id"]][str(told["hlo_op"])] += event.duration_ns / 1e6
+    return list(steps.values())
 
 
 class Sources:
@@ -191,7 +193,7 @@ def show(figures: dict[str, Any]) -> None:
         f"{figures['median_ms']:.1f} ms a step without the profiler",
         caption="of one host, without the others; times of several cores are added up",
     )
-    total = sum(ms for _, ms in functions)
+    total = sum(figures["functions"].values())
     rest = sum(ms for _, ms in functions[SHOWN:])
     for name, ms in [*functions[:SHOWN], ("all others", rest), ("together", total)]:
         table.add_row(name, f"{ms:.2f}", f"{100 * ms / total:.0f}")
