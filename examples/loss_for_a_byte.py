@@ -2,7 +2,8 @@
 
 A Transformer learns to predict the next byte of a text, of which each of four workers reads its
 own quarter. Every method takes as many steps, with as many rows. It has six runs to tune its rates
-in, with one seed; the best rates are run with two more. Bytes are those of ``jsparse.stats``. A
+in, with one seed; the best rates are run with two more. (Some methods, which differ little from
+others or send much, are run with two rates and one seed.) Bytes are those of ``jsparse.stats``. A
 budget is a part of what dense sums send: sparse methods take the density, and rounds the number of
 steps, that keep within it, the former in their dearest step. Methods that have neither send what
 they send.
@@ -78,12 +79,14 @@ class Method(NamedTuple):
         function, the parameters, the schedule of the learning rate, and the setting.
       rates, outers: that are tried.
       budgets: for which it is run.
+      seeds: with how many its best rates are run.
     """
 
     make: Callable[[Any, Any, optax.Schedule, Setting], tuple[Any, int | None]]
     rates: tuple[float, ...] = ADAM
     outers: tuple[float, ...] = (0.0,)
     budgets: tuple[int, ...] = (0,)
+    seeds: int = SEEDS
 
 
 def adamw(schedule: optax.Schedule, **options: Any) -> optax.GradientTransformation:
@@ -114,7 +117,7 @@ def sparse(
     preset: Callable[[float], Any],
     optimizer: Callable[..., Any] = adamw,
     budgets: tuple[int, ...] = (256,),
-    **rates: Any,
+    **options: Any,
 ) -> Method:
     """A sparse method: its density is the highest whose dearest step is within the budget."""
 
@@ -126,7 +129,7 @@ def sparse(
             low, high = (middle, high) if fits else (low, middle)
         return optax.chain(preset(low), optimizer(schedule))
 
-    return every_step(chain, budgets=budgets, **rates)
+    return every_step(chain, budgets=budgets, **options)
 
 
 def rounds(
@@ -164,7 +167,16 @@ def muon(schedule: optax.Schedule) -> optax.GradientTransformation:
     )
 
 
+def selecting(select: jsparse.select.Selector) -> Any:
+    return jsparse.sparse_allreduce(AXIS, select=select, allreduce=jsparse.allreduce.TopkAllGather(), wire=BF16)
+
+
+def whole(preset: Any) -> Method:
+    return every_step(lambda params, schedule, setting: optax.chain(preset, adamw(schedule)), **ONCE)
+
+
 THREE = (256, 32, 1500)
+ONCE: dict[str, Any] = {"rates": (0.004, 0.008), "seeds": 1}
 BF16 = wire.Compact(quantize.BFloat16())
 DENSE = jsparse.dense(AXIS)
 FOUR_BITS = jsparse.quantized(AXIS, quantize=quantize.Float4(), error_feedback=False)
@@ -229,6 +241,19 @@ METHODS = {
     ),
     "streaming, 4 bits": rounds(FOUR_BITS, nesterov, (0.2, 0.4), fragments=2, overlap=2, merge=0.5),
     "sparseloco": rounds(SPARSELOCO, optax.sgd, (1.0, 3.0), budgets=THREE),
+    "gaussiank": sparse(lambda density: jsparse.gaussiank(AXIS, density=density, wire=BF16), **ONCE),
+    "topk_dsa": sparse(lambda density: jsparse.topk_dsa(AXIS, density=density, wire=BF16), **ONCE),
+    "ssar_recursive_doubling": sparse(
+        lambda density: jsparse.ssar_recursive_doubling(AXIS, density=density, wire=BF16), **ONCE
+    ),
+    "random_k": sparse(lambda density: selecting(jsparse.select.RandomK(density)), **ONCE),
+    "block_top_k": sparse(lambda density: selecting(jsparse.select.BlockTopK(max(1, round(4096 * density)))), **ONCE),
+    "stochastic_top_k": sparse(lambda density: selecting(jsparse.select.StochasticTopK(density)), **ONCE),
+    "qsgd": whole(jsparse.qsgd(AXIS)),
+    "quantized, 8 bits": whole(jsparse.quantized(AXIS, quantize=quantize.Block8())),
+    "quantized, TernGrad": whole(jsparse.quantized(AXIS, quantize=quantize.TernGrad())),
+    "quantized, sign": whole(jsparse.quantized(AXIS, quantize=quantize.Sign())),
+    "parameter_server, 4 steps late": whole(jsparse.parameter_server(AXIS, staleness=4)),
 }
 
 
@@ -328,7 +353,7 @@ def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dic
 
     def again(seed: int) -> Iterator[Setting]:
         for name, found in chosen.items():
-            if found and found["budget"] in (0, *budgets):
+            if found and found["budget"] in (0, *budgets) and seed < METHODS[name].seeds:
                 yield Setting(name, found["budget"], found["rate"], found["outer"], seed, steps)
 
     first, *others = range(1, SEEDS)

@@ -18,7 +18,7 @@ from test_readers import learnable
 
 import jsparse
 import processes
-from examples import fill_in, loss_for_a_byte, paper_rule, train, unlike
+from examples import fill_in, loss_for_a_byte, paper_rule, powersgd, train, unlike
 from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
@@ -754,3 +754,31 @@ def test_the_module_runs():
     out = subprocess.run([sys.executable, "-m", "jsparse", "--help"], check=True, capture_output=True, text=True)
     assert "bench" in out.stdout
     assert "plan" in out.stdout
+
+
+POWERSGD = argparse.Namespace(width=40, batch=8, steps=12, learning_rate=0.02)
+
+
+def test_powersgd_sums_factors_and_vectors():
+    images = load_images("digits")
+    for rank, summed in ((0, 64 * 40 + 40 * 40 + 40 * 10 + 90), (2, 2 * (64 + 40 + 40 + 40 + 40 + 10) + 90)):
+        layers, found = powersgd.here(images, rank, 0, POWERSGD)
+        assert found == summed
+        assert powersgd.accuracy(layers, images) > 0.15
+
+
+def test_powersgd_needs_pytorch(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        powersgd.main([])
+    assert "pip install torch" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_dense_training_is_that_of_pytorch():
+    """With dense sums both end at the same parameters, so that they differ by PowerSGD alone."""
+    pytest.importorskip("torch")
+    images = load_images("digits")
+    (ours, _), (theirs, summed) = (train(images, 0, 0, POWERSGD) for train in (powersgd.here, powersgd.there))
+    assert summed == 64 * 40 + 40 * 40 + 40 * 10 + 90
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), ours, theirs)

@@ -14,10 +14,12 @@ import pytest
 from examples import train
 from examples.papers import __main__ as papers
 from examples.papers import records, times
+from examples.papers.alone import Bench, Computing, Summing
 from examples.papers.convergence import Convergence, task_of
 from examples.papers.figure import make
+from examples.papers.model import Model
 from examples.papers.records import Record
-from examples.papers.times import MODELLED, Bench, Computing, Model, PingPong, Summing, Synchronised
+from examples.papers.times import MODELLED, PingPong, Synchronised, TimeToAccuracy
 from examples.tasks import MODELS
 from jsparse import cost
 from jsparse.bench.forms import FORMS
@@ -59,7 +61,9 @@ def devices() -> None:
 
 
 def kind(figure: Any) -> type:
-    return next(kind for kind in (*TINY, Model, Bench, PingPong, Synchronised) if isinstance(figure, kind))
+    return next(
+        kind for kind in (*TINY, Model, Bench, PingPong, Synchronised, TimeToAccuracy) if isinstance(figure, kind)
+    )
 
 
 @pytest.mark.parametrize("name", papers.FIGURES)
@@ -72,6 +76,8 @@ def test_a_row_names_what_there_is(name):
         if isinstance(sized, Record):
             assert set(sized.algorithms) <= set(records.ALGORITHMS)
             assert sized.data in MODELS[sized.model].data
+        if isinstance(sized, TimeToAccuracy):
+            assert set(sized.forms) <= {form.name for form in FORMS}
         if isinstance(sized, Synchronised):
             assert set(sized.forms) <= {form.name for form in FORMS}
             assert sized.over in ("hosts", "size", "density")
@@ -163,15 +169,19 @@ def test_runs_of_other_settings_are_left_out(tmp_path, monkeypatch):
     assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 2 * len(figure.workers)
 
 
-def test_the_best_rate_is_run_with_all_seeds(tmp_path, monkeypatch):
-    figure: Any = dataclasses.replace(papers.FIGURES["gtopk 1"], small={"rates": (1.0, 2.0, 3.0), "seeds": 3})
+@pytest.mark.parametrize(
+    ("best", "rates"), [(2.0, [1.0, 2.0, 4.0]), (8.0, [1.0, 2.0, 4.0, 8.0, 16.0]), (1.0, [1.0, 2.0, 4.0, 0.5])]
+)
+def test_the_best_rate_is_run_with_all_seeds(best: float, rates: list[float], tmp_path, monkeypatch):
+    """Where it is the largest or the smallest, others beyond it are tried first."""
+    figure: Any = dataclasses.replace(papers.FIGURES["gtopk 1"], small={"rates": (1.0, 2.0, 4.0), "seeds": 3})
     monkeypatch.setattr(
         Convergence,
         "measure",
         lambda self, setting, files: {
             "parameters": 10,
             "steps": 2,
-            "accuracy": [0.1, 1 - abs(setting["rate"] - 2) / 4 + setting["seed"] / 100],
+            "accuracy": [0.1, 1 - abs(setting["rate"] - best) / 40 + setting["seed"] / 100],
             "loss": [2.0, 1.0],
             "bytes": [8, 16],
         },
@@ -179,9 +189,55 @@ def test_the_best_rate_is_run_with_all_seeds(tmp_path, monkeypatch):
     lines = make(figure, tmp_path / "lines.jsonl", full=False, files=None)
     for algorithm in figure.algorithms:
         runs = [(line["rate"], line["seed"]) for line in lines if line["algorithm"] == algorithm]
-        assert runs == [(1.0, 0), (2.0, 0), (3.0, 0), (2.0, 1), (2.0, 2)]
+        assert runs == [*((rate, 0) for rate in rates), (best, 1), (best, 2)]
     rows = list(figure.best(lines))
     assert [(case, len(runs)) for case, _, runs in rows] == [(None, 3)] * len(figure.algorithms)
+
+
+def test_time_to_accuracy_is_that_of_each_forms_best_rate(tmp_path, monkeypatch):
+    """Dense is fastest at the middle rate, the other form at the largest; beyond, it fails."""
+    asked: list[tuple[list[str], float, int]] = []
+
+    def train(*arguments: str) -> str:
+        options = dict(a.removeprefix("--").split("=") for a in arguments if a.startswith("--") and "form" not in a)
+        forms = [a.removeprefix("--form=") for a in arguments if a.startswith("--form=")]
+        rate, seed = float(options["learning-rate"]), int(options["seed"])
+        asked.append((forms, rate, seed))
+        best = {"dense": 0.05, "oktopk": 0.1}
+        run = {"steps": 7, "sent_bytes": 8e6, "median_ms": 4.0}
+        run |= {"computation_ms": 1.0, "selection_ms": 1.0, "communication_ms": 2.0}
+        runs = [
+            run
+            | {
+                "name": form,
+                "seconds": 9 + seed + abs(rate / best[form] - 1),
+                "accuracy": [0.96 if rate < 0.2 else 0.9],
+            }
+            for form in dict.fromkeys(["dense", *forms])
+        ]
+        return json.dumps({"runs": runs})
+
+    monkeypatch.setattr(times, "command", train)
+    figure: Any = papers.FIGURES["scale time to accuracy"]
+    figure = dataclasses.replace(figure, forms=("dense", "oktopk"), small={})
+    lines = make(figure, tmp_path / "lines.jsonl", full=False, files=pathlib.Path("data"))
+    both = ["dense", "oktopk"]
+    assert asked == [
+        *((both, rate, 0) for rate in (0.025, 0.05, 0.1)),
+        (["oktopk"], 0.2, 0),
+        *((form, rate, seed) for seed in (1, 2) for form, rate in ((["dense"], 0.05), (["oktopk"], 0.1))),
+    ]
+    table = figure.table(lines)
+    assert [list(column.cells) for column in table.columns][:6] == [
+        ["dense", "oktopk"],
+        ["0.05", "0.1"],
+        ["3 of 3", "3 of 3"],
+        ["10.0", "10.0"],
+        ["9.0 - 11.0", "9.0 - 11.0"],
+        ["1.00", "1.00"],
+    ]
+    figure.draw(lines, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
 def test_time_is_kept_and_files_are_named(tmp_path, capsys):

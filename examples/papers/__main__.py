@@ -31,7 +31,7 @@ import rich.markup
 from . import a2sgd, commlib, gtopk, oktopk, scale, thesis
 from .convergence import Convergence
 from .figure import Figure, make
-from .times import PingPong, Synchronised
+from .times import PingPong, Synchronised, TimeToAccuracy
 
 PAPERS = {"oktopk": oktopk, "gtopk": gtopk, "a2sgd": a2sgd, "commlib": commlib, "thesis": thesis, "scale": scale}
 FIGURES: dict[str, Figure] = {
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in names:
         figure = FIGURES[name]
         console.print(f"\n[bold]{name}[/bold]: {figure.claim}", highlight=False)
-        if isinstance(figure, Synchronised | PingPong) and os.geteuid() and not args.show:
+        if isinstance(figure, Synchronised | PingPong | TimeToAccuracy) and os.geteuid() and not args.show:
             console.print("not run: it makes networks, for which it has to be root")
             continue
         try:

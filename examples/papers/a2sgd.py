@@ -3,9 +3,11 @@ Averaging, 2021."""
 
 import jsparse
 
+from .alone import Computing
 from .convergence import Convergence
+from .model import Model
 from .records import Spread
-from .times import Computing, Model, Synchronised
+from .times import Synchronised
 
 ALGORITHMS = ("dense", "topk_allgather", "gaussiank", "qsgd", "a2sgd")
 # Table I; the density is 0.001 throughout (section IV-A.1). The learning rate is multiplied by the

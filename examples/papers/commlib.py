@@ -6,8 +6,10 @@ from typing import Any
 
 from jsparse import cost
 
+from .alone import Bench
 from .convergence import Convergence
-from .times import Bench, Model, Synchronised
+from .model import Model
+from .times import Synchronised
 
 
 def of_epochs(form: Mapping[str, Any]) -> dict[str, float]:

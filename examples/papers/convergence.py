@@ -23,8 +23,9 @@ from .figure import Figure, Line, Setting, found, values
 class Convergence(Figure):
     """Algorithms of ``examples.train`` by accuracy: each step, and each byte.
 
-    Each algorithm tries the same learning rates with the first seed. The best of them, by the last
-    accuracy, is run with the other seeds.
+    Each algorithm tries the same learning rates with the first seed. As long as the best of them,
+    by the last accuracy, is the largest or the smallest, it tries one beyond it. The best is run
+    with the other seeds.
 
     Attributes:
       algorithms: names in ``examples.train.ALGORITHMS``.
@@ -55,7 +56,11 @@ class Convergence(Figure):
             for algorithm in sized.algorithms:
                 first = {"full": full, "algorithm": algorithm, "seed": 0} | case
                 yield from ({**first, "rate": rate} for rate in sized.rates)
-                best = best_of(found(lines, first))
+                tried, best = list(sized.rates), best_of(found(lines, first))
+                while best and (rate := beyond(tried, best["rate"])):
+                    yield {**first, "rate": rate}
+                    tried.append(rate)
+                    best = best_of(found(lines, first))
                 if best:
                     yield from ({**first, "seed": seed, "rate": best["rate"]} for seed in range(1, sized.seeds))
 
@@ -134,6 +139,16 @@ class Convergence(Figure):
 def best_of(runs: Sequence[Line]) -> Line | None:
     """The run with the highest last accuracy; of several, that with the lowest loss."""
     return max(runs, key=lambda run: (run["accuracy"][-1], -run["loss"][-1]), default=None)
+
+
+def beyond(rates: Sequence[float], best: float) -> float | None:
+    """The next rate by the ratio of the last two, if the best one is at an end of several."""
+    ordered = sorted(rates)
+    if len(ordered) > 1 and best >= ordered[-1]:
+        return float(f"{ordered[-1] ** 2 / ordered[-2]:.3g}")
+    if len(ordered) > 1 and best <= ordered[0]:
+        return float(f"{ordered[0] ** 2 / ordered[1]:.3g}")
+    return None
 
 
 @functools.lru_cache(maxsize=1)

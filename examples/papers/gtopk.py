@@ -4,7 +4,8 @@ Bandwidth Networks, ICDCS 2019."""
 from typing import Any
 
 from .convergence import Convergence
-from .times import Model, PingPong, Synchronised
+from .model import Model
+from .times import PingPong, Synchronised
 
 ETHERNET = (0.436e-3, 3.6e-8)  # α and β, section IV-C.
 VGG16, RESNET20, ALEXNET, RESNET50 = 14_728_266, 269_722, 61_100_840, 25_557_032

@@ -5,8 +5,9 @@ from typing import Any
 from jsparse import cost
 
 from .convergence import Convergence
+from .model import Model
 from .records import Balance, Counts, Thresholds, Xi
-from .times import Model, Synchronised
+from .times import Synchronised
 
 FORMS = ("dense", "dense, buckets", "topk_allgather", "topk_dsa", "gtopk, tree", "gaussiank", "oktopk")
 ALGORITHMS = ("dense", "topk_allgather", "gtopk", "gaussiank", "oktopk")

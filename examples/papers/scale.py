@@ -1,6 +1,6 @@
-"""The cost model beside what is measured, by workers, lengths and densities."""
+"""The cost model beside what is measured, by workers, lengths and densities; time to accuracy."""
 
-from .times import Synchronised
+from .times import Synchronised, TimeToAccuracy
 
 FORMS = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 CLAIM = "Does communication take as long as jsparse.cost predicts?"
@@ -26,5 +26,11 @@ FIGURES = {
         densities=(0.001, 0.01, 0.1),
         over="density",
         small={"sizes": (1_472_826,), "rates": ("100mbit",), "repeats": 5},
+    ),
+    "time to accuracy": TimeToAccuracy(
+        "Does training gain what synchronisation gains?",
+        ("dense", "topk_allgather", "gtopk", "oktopk", "oktopk, compact bf16"),
+        (0.025, 0.05, 0.1),
+        small={"width": 1024, "forms": ("dense", "topk_allgather", "oktopk", "oktopk, compact bf16"), "steps": 400},
     ),
 }

@@ -2,9 +2,11 @@
 
 from jsparse import cost
 
+from .alone import Summing
 from .convergence import Convergence
+from .model import Model
 from .records import Distinct
-from .times import Model, Summing, Synchronised
+from .times import Synchronised
 
 FORMS = ("dense", "ssar_recursive_doubling", "ssar_split_allgather", "dsar_split_allgather")
 N = 16_777_216

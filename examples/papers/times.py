@@ -1,29 +1,24 @@
-"""Figures of time: synchronisations over slow links beside the cost model, and computing alone."""
+"""Figures of synchronisations and messages over slow links, beside the cost model."""
 
-import abc
 import dataclasses
 import functools
 import json
+import math
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import rich.table
 from matplotlib.axes import Axes
 
-import jsparse
 from jsparse import cost
-from jsparse.bench import alone as comm
-from jsparse.bench.gradients import draw as draw_values
 from jsparse.bench.hosts import bits_per_second
-from jsparse.bench.timing import spread, timed
 
+from .convergence import beyond
 from .figure import Figure, Line, Setting, found, shown, values
 
 # The forms of `jsparse bench network` that the cost model has, by their names in the model.
@@ -233,236 +228,120 @@ class PingPong(Figure):
         return [functools.partial(draw, line) for line in lines]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alone(Figure):
-    """Times of computing alone, without a network; the forms take turns.
+@dataclasses.dataclass(frozen=True)
+class TimeToAccuracy(Figure):
+    """Seconds of training until an accuracy, over shaped links (``jsparse bench train``).
+
+    Every form tries the same learning rates with the first seed, and more beyond them while its
+    best one, by seconds, is the largest or the smallest. Its best one is run with the other seeds.
 
     Attributes:
-      sizes, densities: n, and k / n; all with all others.
-      repeats: how often each form is timed.
+      forms: of ``jsparse bench network``, dense among them.
+      learning_rates: that are tried.
+      hosts, rate, width, density, batch, target, steps: of ``jsparse bench train``, on MNIST.
+      seeds: how many.
     """
 
-    sizes: tuple[int, ...]
-    densities: tuple[float, ...] = (0.001,)
-    repeats: int = 9
-
-    @abc.abstractmethod
-    def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
-        """What is timed, by its name."""
+    forms: tuple[str, ...]
+    learning_rates: tuple[float, ...]
+    hosts: int = 4
+    rate: str = "1gbit"
+    width: int = 4096
+    density: float = 0.01
+    batch: int = 32
+    target: float = 0.95
+    steps: int = 1000
+    seeds: int = 3
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
         sized = self.sized(full)
-        for size in sized.sizes:
-            for density in sized.densities:
-                yield {"full": full, "size": size, "density": density, "repeats": sized.repeats, "of": self.kind()}
+        names = ("hosts", "rate", "width", "density", "batch", "target", "steps")
+        case = {"full": full} | {name: getattr(sized, name) for name in names}
 
-    def kind(self) -> str:
-        """What the runs depend on, but for the sizes."""
-        return type(self).__name__
+        def trained(forms: Sequence[str], rate: float, seed: int) -> Setting:
+            return {**case, "forms": ";".join(forms), "learning_rate": rate, "seed": seed}
 
-    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        forms = self.forms(setting["size"], setting["density"])
-        times: dict[str, list[float]] = {name: [] for name in forms}
-        for number in range(setting["repeats"] + 2):
-            for name, run in forms.items():
-                ms, _ = timed(run)
-                if number > 1:  # The first ones compile.
-                    times[name].append(ms)
-        return {"times": {name: spread(ms) for name, ms in times.items()}}
+        def best() -> dict[str, float]:
+            runs = {form: fastest(found(lines, case | {"seed": 0}), form) for form in sized.forms}
+            return {form: line["learning_rate"] for form, line in runs.items() if line}
 
-    def table(self, lines: Sequence[Line]) -> rich.table.Table:
-        names = list(lines[0]["times"])
-        rows = [
-            (
-                f"{line['size']:,}, {100 * line['density']:g} %",
-                *(f"{line['times'][name]['median_ms']:,.2f}" for name in names),
-            )
-            for line in lines
-        ]
-        return shown("computing alone", "medians, in ms", ("n, density", *names), rows)
-
-    def panels(self, lines: Sequence[Line]) -> list[Any]:
-        over = "size" if len(values(lines, "size")) > 1 else "density"
-        ordered = sorted(lines, key=lambda line: line[over])
-
-        def draw(axes: Axes) -> None:
-            for name in lines[0]["times"]:
-                ms = [line["times"][name]["median_ms"] for line in ordered]
-                axes.plot([line[over] for line in ordered], ms, "o-", label=name)
-            axes.set(xlabel=over, ylabel="ms", xscale="log", yscale="log")
-
-        return [draw]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Computing(Alone):
-    """The computing of one worker's synchronisation, which gets its own messages back.
-
-    Attributes:
-      presets: a name, and a function of a comm and of the density that makes a transformation.
-      workers: for how many the messages are.
-    """
-
-    presets: Mapping[str, Callable[[Any, float], Any]]
-    workers: int = 8
-
-    def kind(self) -> str:
-        return f"{';'.join(self.presets)} of {self.workers} workers"
-
-    def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
-        grads = jnp.asarray(draw_values("gaussian", n, seed=0))
-
-        def steps(make: Callable[[Any, float], Any]) -> Callable[[], Any]:
-            tx = make(comm.Alone(self.workers), density)
-            step = jax.jit(tx.update, donate_argnums=1)
-            state = [jax.tree.map(jnp.copy, tx.init(grads))]  # No buffer twice: they are donated.
-
-            def run() -> Any:
-                update, state[0] = step(grads, state[0])
-                return update
-
-            return run
-
-        return {name: steps(make) for name, make in self.presets.items()}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summing(Alone):
-    """The sum of two sparse vectors with uniformly drawn indices, and of two dense ones."""
-
-    def forms(self, n: int, density: float) -> Mapping[str, Callable[[], Any]]:
-        rng, k = np.random.default_rng(0), max(1, round(density * n))
-
-        def vector() -> jsparse.SparseVector:
-            indices = np.sort(rng.choice(n, k, replace=False)).astype(np.int32)
-            return jsparse.SparseVector(jnp.asarray(rng.normal(size=k), jnp.float32), jnp.asarray(indices), n)
-
-        sparse = vector(), vector()
-        dense = tuple(one.to_dense() for one in sparse)
-        merge, add = jax.jit(lambda a, b: a.beside(b).merge()), jax.jit(jnp.add)
-        return {"sparse": lambda: merge(*sparse), "dense": lambda: add(*dense)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Bench(Figure):
-    """The times that a command of ``jsparse bench`` measures, once for each value of an option.
-
-    Attributes:
-      arguments: of the command.
-      times: a function of one of the command's forms that gives its times, medians in ms, by name.
-      by: an option, and its values.
-    """
-
-    arguments: tuple[str, ...]
-    times: Callable[[Mapping[str, Any]], Mapping[str, float]]
-    by: tuple[str, tuple[int, ...]]
-
-    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        option, given = self.sized(full).by
-        for value in given:
-            yield {"full": full, "arguments": " ".join(self.arguments), "option": option, "value": value}
+        tried = dict.fromkeys(sized.forms, sized.learning_rates)
+        yield from (trained(sized.forms, rate, 0) for rate in sized.learning_rates)
+        while further := {f: rate for f, chosen in best().items() if (rate := beyond(tried[f], chosen))}:
+            for rate in dict.fromkeys(further.values()):
+                yield trained([form for form in further if further[form] == rate], rate, 0)
+            tried |= {form: (*tried[form], rate) for form, rate in further.items()}
+        for seed in range(1, sized.seeds):
+            for rate in dict.fromkeys(best().values()):
+                yield trained([form for form, chosen in best().items() if chosen == rate], rate, seed)
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        figures = json.loads(command("bench", *self.arguments, f"{setting['option']}={setting['value']}", "--json=-"))
-        return {"ms": {name: ms for form in figures["forms"] for name, ms in self.times(form).items()}}
-
-    def table(self, lines: Sequence[Line]) -> rich.table.Table:
-        rows = [(name, *(f"{line['ms'][name]:,.2f}" for line in lines)) for name in lines[0]["ms"]]
-        columns = ("ms", *(f"{line['option'].strip('-')} {line['value']:,}" for line in lines))
-        return shown(f"jsparse bench {lines[0]['arguments']}", "medians", columns, rows)
-
-    def panels(self, lines: Sequence[Line]) -> list[Any]:
-        ordered = sorted(lines, key=lambda line: line["value"])
-
-        def draw(axes: Axes) -> None:
-            if len(ordered) == 1:
-                axes.barh(list(ordered[0]["ms"]), list(ordered[0]["ms"].values()))
-                axes.set(xlabel="ms", xscale="log")
-                return
-            for name in ordered[0]["ms"]:
-                axes.plot([line["value"] for line in ordered], [line["ms"][name] for line in ordered], "o-", label=name)
-            axes.set(xlabel=ordered[0]["option"].strip("-"), ylabel="ms", xscale="log", yscale="log")
-
-        return [draw]
-
-
-@dataclasses.dataclass(frozen=True)
-class Model(Figure):
-    """What the cost model says, where the paper's cluster is too large to measure here.
-
-    Attributes:
-      what: ``"ms"``, ``"words"`` that a worker sends, or ``"union"``: the elements of the sum of
-        uniformly drawn indices. All are expected ones.
-      algorithms: of ``jsparse.cost``.
-      workers, sizes, densities: all with all others.
-      link: α and β, such as ``cost.link(gbit, microseconds)``.
-      node: what a node holds.
-    """
-
-    what: Literal["ms", "words", "union"]
-    algorithms: tuple[str, ...]
-    workers: tuple[int, ...]
-    sizes: tuple[int, ...]
-    densities: tuple[float, ...]
-    link: tuple[float, float] = (0.0, 0.0)
-    node: cost.Node | None = None
-
-    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
-        # All that a prediction depends on, so that one is not taken for another's.
-        cluster = f"{self.what} {self.link} {self.node} {';'.join(self.algorithms)}"
-        for size in self.sizes:
-            for density in self.densities:
-                for workers in self.workers:
-                    yield {"full": full, "size": size, "density": density, "workers": workers, "cluster": cluster}
-
-    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
-        n, P = setting["size"], setting["workers"]
-        k = max(1, round(setting["density"] * n))
-        if self.what == "union":
-            return {"union": {"union": cost.expected_union(n, k, P)}}
-        loads = {name: cost.predict(name, n, k, P, *self.link, node=self.node).expected for name in self.algorithms}
+        if files is None:
+            raise ValueError("MNIST is read from files: name the directory with --data-dir")
+        names = ("hosts", "rate", "width", "density", "batch", "target", "steps", "seed", "learning_rate")
+        options = [f"--{name.replace('_', '-')}={setting[name]}" for name in names]
+        forms = setting["forms"].split(";")
+        options += ["--data=mnist", f"--data-dir={files / 'mnist'}", *(f"--form={form}" for form in forms)]
+        runs = json.loads(command("bench", "train", *options, "--json=-"))["runs"]
+        kept = ("steps", "seconds", "median_ms", "computation_ms", "selection_ms", "communication_ms", "sent_bytes")
         return {
-            self.what: {
-                name: load.words if self.what == "words" else 1e3 * load.seconds for name, load in loads.items()
+            "runs": {
+                run["name"]: {name: run[name] for name in kept} | {"accuracy": run["accuracy"][-1]}
+                for run in runs
+                if run["name"] in forms
             }
         }
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
-        names = list(lines[0][self.what])
-        rows = [
-            (
-                f"{line['size']:,}",
-                f"{100 * line['density']:.3g} %",
-                str(line["workers"]),
-                *(f"{line[self.what][name]:,.4g}" for name in names),
+        rows, of_dense = [], math.nan
+        for form in self.forms:
+            best = fastest(found(lines, {"seed": 0}), form)
+            if best is None:
+                rows.append((form, *"-----------"))
+                continue
+            runs = [
+                line["runs"][form]
+                for line in found(lines, {"learning_rate": best["learning_rate"]})
+                if form in line["runs"]
+            ]
+            seconds = [run["seconds"] for run in runs if run["accuracy"] >= best["target"]]
+            mean = statistics.fmean(seconds)
+            of_dense = mean if form == "dense" else of_dense
+            parts = ("median_ms", "computation_ms", "selection_ms", "communication_ms")
+            rows.append(
+                (
+                    form,
+                    f"{best['learning_rate']:g}",
+                    f"{len(seconds)} of {len(runs)}",
+                    f"{mean:.1f}",
+                    f"{min(seconds):.1f} - {max(seconds):.1f}",
+                    f"{of_dense / mean:.2f}",
+                    f"{statistics.fmean(run['steps'] for run in runs):.0f}",
+                    *(f"{statistics.fmean(run[part] for run in runs):.0f}" for part in parts),
+                    f"{runs[0]['sent_bytes'] / 1e6:.2f}",
+                )
             )
-            for line in lines
-        ]
-        alpha, beta = self.link
-        titles = {
-            "ms": f"ms, with α = {1e6 * alpha:g} µs and β = {1e9 * beta:g} ns a word",
-            "words": "words that a worker sends",
-            "union": "elements of the sum",
-        }
-        return shown(
-            titles[self.what], "expected, by jsparse.cost, without computing", ("n", "density", "P", *names), rows
-        )
+        columns = ("form", "learning rate", "reached", "seconds", "from - to", "over dense", "steps")
+        columns += ("ms a step", "computation", "selection", "communication", "MB a step")
+        first = lines[0]
+        title = f"MNIST to {100 * first['target']:g} %, {first['hosts']} hosts, {first['rate']}, width {first['width']}"
+        return shown(title, "means over the seeds", columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
-        over = max(("size", "density", "workers"), key=lambda key: len(values(lines, key)))
-        others = [key for key in ("size", "density", "workers") if key != over]
-        names = list(lines[0][self.what])
-
         def draw(axes: Axes) -> None:
-            for case in dict.fromkeys(tuple(line[key] for key in others) for line in lines):
-                fixed = dict(zip(others, case, strict=True))
-                here = sorted(found(lines, fixed), key=lambda line: line[over])
-                varied = [key for key in others if len(values(lines, key)) > 1]
-                told = "".join(f", {key} {fixed[key]:.3g}" for key in varied)
-                for name in names:
-                    axes.plot(
-                        [line[over] for line in here], [line[self.what][name] for line in here], "o-", label=name + told
-                    )
-            axes.set(xlabel=over, ylabel=self.what, xscale="log", yscale="log")
+            for number, form in enumerate(self.forms):
+                runs = [
+                    (line["learning_rate"], line["runs"][form]["seconds"])
+                    for line in lines
+                    if form in line["runs"] and line["runs"][form]["accuracy"] >= line["target"]
+                ]
+                axes.plot(*zip(*sorted(runs), strict=True), "o", color=f"C{number}", label=form)
+            axes.set(xlabel="learning rate", ylabel="seconds to the accuracy", xscale="log", yscale="log")
 
         return [draw]
+
+
+def fastest(lines: Sequence[Line], form: str) -> Line | None:
+    """The run in which a form needed the fewest seconds to the accuracy, if it was reached."""
+    reached = [line for line in lines if form in line["runs"] and line["runs"][form]["accuracy"] >= line["target"]]
+    return min(reached, key=lambda line: line["runs"][form]["seconds"], default=None)
