@@ -49,7 +49,7 @@ def batches(images: Images, steps: int, batch: int, seed: int) -> np.ndarray:
 def logits(layers: Any, x: Any) -> jax.Array:
     x = jnp.asarray(x).reshape(len(x), -1)
     for number, (weights, bias) in enumerate(layers):
-        x = (jax.nn.relu(x) if number else x) @ weights + bias
+        x = (jax.nn.relu(x) if number else x) @ weights + bias[None]
     return x
 
 
