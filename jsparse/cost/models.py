@@ -193,11 +193,14 @@ def gtopk_tree_cost(cluster: Cluster) -> Sent:
 def oktopk_cost(cluster: Cluster) -> Sent:
     """Ok-Topk, Table 1, from 2k to 6k: split 2k, balance up to 2k, gather 2k.
 
-    The best case is the split alone. Uniform indices, the expected case, need no balancing.
+    The best case is the split alone. Uniform indices, the expected case, need no balancing, but
+    the messages of the split have room for more than k/P elements
+    (:class:`jsparse.allreduce.OkTopk`, ``room``).
     """
     messages = 2 * cluster.P + 2 * cluster.rounds(cluster.P) if cluster.P > 1 else 0
     words = 2 * cluster.k * cluster.others_fraction
-    return split_and_gather_cost(cluster, messages, words * np.array([1, 1, 2]), words * np.array([0, 1, 1]))
+    room = min(2, 1.25 + math.log2(cluster.P) / 8)
+    return split_and_gather_cost(cluster, messages, words * np.array([1, room, 2]), words * np.array([0, 1, 1]))
 
 
 def ssar_recursive_doubling_cost(cluster: Cluster) -> Sent:
