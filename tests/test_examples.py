@@ -760,8 +760,9 @@ POWERSGD = argparse.Namespace(width=40, batch=8, steps=12, learning_rate=0.02)
 
 
 def test_powersgd_sums_factors_and_vectors():
+    """And the two words that open each step with a residual."""
     images = load_images("digits")
-    for rank, summed in ((0, 64 * 40 + 40 * 40 + 40 * 10 + 90), (2, 2 * (64 + 40 + 40 + 40 + 40 + 10) + 90)):
+    for rank, summed in ((0, 64 * 40 + 40 * 40 + 40 * 10 + 90), (2, 2 * (64 + 40 + 40 + 40 + 40 + 10) + 90 + 2)):
         layers, found = powersgd.here(images, rank, 0, POWERSGD)
         assert found == summed
         assert powersgd.accuracy(layers, images) > 0.15

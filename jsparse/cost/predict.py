@@ -289,7 +289,7 @@ def bandwidth(
       ValueError: as in :func:`predict`, or the time is not above 0.
 
     >>> bandwidth("oktopk", 1_000_000, 10_000, 8, 0.0, 1e-3)
-    1.12
+    1.47
     """
     check_kind("seconds", seconds, float)
     if not seconds > 0:
