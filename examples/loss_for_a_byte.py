@@ -253,7 +253,6 @@ METHODS = {
     "quantized, 8 bits": whole(jsparse.quantized(AXIS, quantize=quantize.Block8())),
     "quantized, TernGrad": whole(jsparse.quantized(AXIS, quantize=quantize.TernGrad())),
     "quantized, sign": whole(jsparse.quantized(AXIS, quantize=quantize.Sign())),
-    "parameter_server, 4 steps late": whole(jsparse.parameter_server(AXIS, staleness=4)),
 }
 
 
