@@ -396,6 +396,14 @@ def test_oktopks_figure_12(network: tuple[float, float]):
         assert min(table, key=lambda name: seconds(name, n, k, P, network)) == "oktopk"
 
 
+@pytest.mark.parametrize("P", [2, 8, 64])
+def test_oktopks_expectation_is_what_balanced_regions_send(P: int):
+    """The least that it sends is that, and some words for each worker."""
+    n, k = 1_000_000, 10_000
+    least, _ = cost.exact(jsparse.oktopk(AXIS, density=k / n), jax.ShapeDtypeStruct((n,), jnp.float32), P)
+    assert 1 <= least.bytes / 4 / cost.predict("oktopk", n, k, P, 1, 1).expected.words < 1.05
+
+
 def test_the_choice():
     n, k = 25_000_000, 25_000
     slow, fast = cost.link(1, 50), cost.link(400, 5)

@@ -286,6 +286,18 @@ def test_what_is_found_among_candidates_is_what_the_whole_vector_has(select, kin
             jax.tree.map(np.testing.assert_array_equal, tuple(got), expected)
 
 
+@pytest.mark.parametrize(
+    "select",
+    [TopK(DENSITY), ReusedThreshold(DENSITY), DgcThreshold(DENSITY), GaussianThreshold(DENSITY), MSTopK(DENSITY)],
+    ids=repr,
+)
+def test_selecting_makes_no_copy_of_the_vector(select):
+    n = 2_000_000
+    state, number = jax.eval_shape(lambda: select.init(n, jnp.float32)), jax.ShapeDtypeStruct((), jnp.int32)
+    program = jax.jit(select).lower(jax.ShapeDtypeStruct((n,), jnp.float32), state, number, number).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * n / 4
+
+
 def test_random_k_drops_zeros():
     acc = (np.arange(N) % 4 > 0).astype(np.float32)
     chosen = at_steps(RandomK(DENSITY), acc, 50)

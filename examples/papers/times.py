@@ -335,7 +335,7 @@ class TimeToAccuracy(Figure):
                     for line in lines
                     if form in line["runs"] and line["runs"][form]["accuracy"] >= line["target"]
                 ]
-                axes.plot(*zip(*sorted(runs), strict=True), "o", color=f"C{number}", label=form)
+                axes.plot([r for r, _ in runs], [s for _, s in runs], "o", color=f"C{number}", label=form)
             axes.set(xlabel="learning rate", ylabel="seconds to the accuracy", xscale="log", yscale="log")
 
         return [draw]

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> None:
     check_at_least(args, size=1, hosts=2, repeats=1)
     check_density(args.density)
     form = next(form for form in FORMS if form.name == args.form)
+    if form.levels and args.hosts % 2:
+        raise ValueError(f"--hosts is {args.hosts}; {form.name} has pairs of hosts, so take an even number")
     figures = measure(form, args.size, args.density, args.hosts, args.repeats)
     output(args, figures, show, draw)
 
@@ -88,6 +90,8 @@ def measure(form: Form, n: int, density: float, hosts: int, repeats: int) -> dic
                 state, _ = jax.block_until_ready(program(grads[number % len(grads)], state))
         (trace,) = pathlib.Path(folder).glob("**/*.xplane.pb")
         steps = operations(jax.profiler.ProfileData.from_file(str(trace)))
+    if not steps:
+        raise ValueError("JAX's profiler saw no operations: has this process an environment that turns it off?")
     sources = Sources(program.as_text() or "")
     took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * len(steps))
     for number, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Selectors that need only the elements near the k largest, and no others, after one pass."""
+"""What selectors share that need, after one pass over a vector, only elements near its k largest."""
 
 import math
 from collections.abc import Callable
@@ -34,19 +34,25 @@ ROUND = 2048
 
 
 class FromLargest(Selector):
-    """A selector that needs only elements that reach a lower bound of some magnitude.
+    """A selector that rarely needs more than the elements that reach a bound.
 
     On a CPU a long vector is marked where it reaches the bound, while it is added up.
     """
 
-    def rank(self, n: int) -> int:
-        """The rank, of n elements, of the magnitude that the bound is for."""
+    def reaching(self, n: int) -> int:
+        """How many of n elements are to reach the bound, at least, if the estimate of it holds."""
         return ABOUT * elements_kept(self.density, n)
 
     def select(
         self, acc: jax.Array, marked: Marked | None, state: Any, step: jax.Array, rank: jax.Array
     ) -> tuple[SparseVector, Any]:
-        """Selects as when called, with the help of marks, if there are any."""
+        """Selects as when called.
+
+        Args:
+          acc: the vector.
+          marked: a bound, and what reaches it; None if nothing was marked.
+          state, step, rank: as when called.
+        """
         raise NotImplementedError
 
     def __call__(self, acc: jax.Array, state: Any, step: jax.Array, rank: jax.Array) -> tuple[SparseVector, Any]:
@@ -57,12 +63,12 @@ class FromLargest(Selector):
     ) -> tuple[Leaf, SparseVector, Any]:
         plain = super().accumulate_and_select
         n = pending.layout.n
-        sample = top_k_sample(n, self.rank(n))
+        sample = top_k_sample(n, self.reaching(n))
         if sample is None or not pending.worth_marking():
             return plain(pending, state, step, rank)
 
         def marking(pending: Pending, *args: Any) -> tuple[jax.Array, SparseVector, Any]:
-            bound = top_k_bound(pending.sample(sample), n, self.rank(n))
+            bound = top_k_bound(pending.sample(sample), n, self.reaching(n))
             acc, words = pending.add_up_and_mark(bound)
             return acc, *self.select(acc, Marked(bound, words), *args)
 
@@ -93,22 +99,25 @@ class Candidates:
             return
         room = -(-ROOM * self.k // ROUND) * ROUND
         if marked is None:
-            bound = estimate_kth_magnitude(acc, ABOUT * self.k)
-            self.values, self.indices, count = select_above(acc, bound, room)
+            self.bound = estimate_kth_magnitude(acc, ABOUT * self.k)
+            self.values, self.indices, self.count = select_above(acc, self.bound, room)
         else:
-            bound = marked.threshold
-            self.indices, count = bitmap.members(marked.words, room, n)
+            self.bound = marked.threshold
+            self.indices, self.count = bitmap.members(marked.words, room, n)
             self.values = acc.at[self.indices].get(mode="fill", fill_value=0)
-        self.count, hold = count, count <= room
-        self.bound = jnp.where(hold, bound, jnp.inf)
-        self.are_many = hold & (count > many * self.k)
+        self.complete = self.count <= room
+        self.are_many = self.complete & (self.count > many * self.k)
+
+    def hold(self, threshold: jax.Array) -> jax.Array:
+        """Whether all elements that reach a threshold are among the candidates."""
+        return self.complete & (threshold >= self.bound)
 
     def count_above(self, threshold: jax.Array) -> jax.Array:
         """How many elements reach a threshold."""
         if not self.listed:
             return count_above(self.acc, threshold)
         return lax.cond(
-            (threshold >= self.bound) | self.are_many,
+            self.hold(threshold) | self.are_many,
             lambda: count_above(self.values, threshold),
             lambda: count_above(self.acc, threshold),
         )
@@ -140,21 +149,21 @@ class Candidates:
         return lax.while_loop(proceed, multiply, (varying_as(jnp.int32(0), self.acc), *start))[1:]
 
     def largest(self) -> jax.Array:
-        """The largest magnitude; NaN counts as 0."""
-
-        def of_all() -> jax.Array:
-            return jnp.max(jnp.where(jnp.isnan(self.acc), 0, jnp.abs(self.acc)))
-
+        """The largest magnitude. It is undefined if there is a NaN."""
         if not self.listed:
-            return of_all()
-        return lax.cond((self.bound < jnp.inf) & (self.count > 0), lambda: jnp.max(jnp.abs(self.values)), of_all)
+            return jnp.max(jnp.abs(self.acc))
+        return lax.cond(
+            self.complete & (self.count > 0),
+            lambda: jnp.max(jnp.abs(self.values)),
+            lambda: jnp.max(jnp.abs(self.acc)),
+        )
 
     def kth_magnitude(self) -> jax.Array:
         """The k-th largest magnitude."""
         if not self.listed:
             return kth_magnitude(self.acc, self.k)
         return lax.cond(
-            (self.bound < jnp.inf) & (self.count >= self.k),
+            self.complete & (self.count >= self.k),
             lambda: kth_magnitude(self.values, self.k),
             lambda: kth_magnitude(self.acc, self.k),
         )
@@ -171,7 +180,7 @@ class Candidates:
             return SparseVector(values, indices, n), SelectorState(threshold[None], count[None])
 
         return lax.cond(
-            threshold >= self.bound,
+            self.hold(threshold),
             among_candidates,
             lambda: take_above(self.acc, threshold, self.density, step),
         )

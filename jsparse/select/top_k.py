@@ -28,7 +28,7 @@ class TopK(FromLargest, ByDensity):
     (Array([ 3., -4.], dtype=float32), Array([0, 3], dtype=int32))
     """
 
-    def rank(self, n: int) -> int:
+    def reaching(self, n: int) -> int:
         return elements_kept(self.density, n)
 
     def select(
