@@ -1,4 +1,4 @@
-"""What selectors share that need, after one pass over a vector, only elements near its k largest."""
+"""What selectors share that need, after one pass, only elements near the k largest of a vector."""
 
 import math
 from collections.abc import Callable
