@@ -565,6 +565,20 @@ def codebook(values: np.ndarray, bits: int) -> np.ndarray:
     return np.sign(values) * np.array(means)[which]
 
 
+def deviation_codebook(values: np.ndarray, bits: int) -> np.ndarray:
+    """Each value replaced by the mean of its bin, as ``tplr/compress.py`` and MuLoCo quantize.
+
+    The bins are centered on the mean, and 6 standard deviations over their number wide. No value is
+    zero.
+    """
+    bins = 2**bits
+    centered = values - values.mean()
+    width = 6 * np.linalg.norm(centered) / np.sqrt(len(values) - 1) / bins
+    which = np.clip(np.round(centered / width) + bins // 2, 0, bins - 1)
+    means = {number: values[which == number].mean() for number in np.unique(which)}
+    return np.array([means[number] for number in which])
+
+
 class Projected(NamedTuple):
     """The outcome of one step of :func:`powersgd`: shapes ``(m, n)``, and ``(P, m, n)`` after the
     step.

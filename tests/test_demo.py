@@ -97,6 +97,26 @@ def test_signs_alone():
     assert lost["lost"] > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:subtract is 'sent'")
+def test_each_worker_has_a_vote():
+    """In DisTrO values are -1 and 1; with a magnitude the worker of large gradients decides."""
+    with pytest.warns(UserWarning, match="subtract is 'sent'"):
+        lossy = jsparse.ErrorFeedback(subtract="sent")
+    gradient = next(iter(gradients(1)))
+    scaled = jax.tree.map(lambda x: x * np.where(np.arange(SIZE) == 1, 1000, 1).reshape(-1, *[1] * (x.ndim - 1)), gradient)
+    alone = np.sign(oracles.frequencies(in_tiles(gradient), list(SHAPES.values()), SIDE)[1])
+    agree = {}
+    for norm in ("mean", "one"):
+        signs = wire.Compact(quantize.Sign(None, zeros=False, norm=norm))
+        state, update = start(jsparse.demo(AXIS, k=SIDE**2, chunk=SIDE, wire=signs, error_feedback=lossy))
+        updates, _ = update(scaled, state)
+        found = oracles.frequencies(in_tiles(updates)[:1], list(SHAPES.values()), SIDE)[0]
+        assert norm == "mean" or np.abs(found).max() < 1.001
+        agree[norm] = (np.sign(np.round(found, 3)) == alone).mean()
+    assert agree["mean"] > 0.99
+    assert agree["one"] < 0.9
+
+
 def test_huge_gradients_leave_it_finite():
     """Sums of a tile's elements would pass the largest float."""
     params = jnp.zeros((64, 64))

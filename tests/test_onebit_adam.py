@@ -95,6 +95,28 @@ def test_a_bad_step_changes_nothing():
         _, state = update(gradient, state)
 
 
+def test_a_leaf_with_small_gradients_keeps_small_updates():
+    """Quantized with a neighbour of large gradients, it would get momenta of their scale."""
+    rng = np.random.default_rng(0)
+    given = [
+        {"large": rng.standard_normal((SIZE, 700)), "small": 1e-5 * rng.standard_normal((SIZE, 60))} for _ in range(20)
+    ]
+
+    def most(scope: str) -> float:
+        tx = jsparse.onebit_adam(AXIS, 1.0, freeze_step=8, b2=B2, scope=scope)
+        zeros = {"large": jnp.zeros(700), "small": jnp.zeros(60)}
+        state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
+        update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
+        found = []
+        for gradient in given:
+            updates, state = update(jax.tree.map(jnp.float32, gradient), state)
+            found.append(np.abs(updates["small"]).max())
+        return max(found)
+
+    assert most("leaf") < 10
+    assert most("global") > 1000
+
+
 def test_what_it_sends():
     """Bits and scales, one for each 512."""
     tx = jsparse.onebit_momentum("data", freeze_step=1)

@@ -16,6 +16,7 @@ from jsparse.quantize import (
     BFloat16,
     Block8,
     Codebook,
+    DeviationCodebook,
     Exact,
     Float4,
     Float16,
@@ -46,6 +47,7 @@ QUANTIZERS = [
     Float16(),
     Codebook(2),
     Codebook(4),
+    DeviationCodebook(4),
     Sign(norm="rms"),
     Rotated(Int4(64), 64),
 ]
@@ -213,6 +215,35 @@ def test_codebook(bits: int, limit: float):
     assert np.linalg.norm(got - values) < limit * np.linalg.norm(values)
     one = np.full(5, -3.0, np.float32)
     np.testing.assert_allclose(coded(Codebook(bits), one), one)
+
+
+def largest(tiles: np.ndarray, k: int = 64) -> np.ndarray:
+    """The k values of the largest magnitude of each row."""
+    return np.take_along_axis(tiles, np.argsort(-np.abs(tiles), axis=1)[:, :k], 1).reshape(-1).astype(np.float32)
+
+
+def relative_error(quantizer, values: np.ndarray) -> float:
+    return np.linalg.norm(coded(quantizer, values) - values) / np.linalg.norm(values)
+
+
+def test_what_the_published_codebook_does():
+    """With 2 bits it is signs for Gaussian values, and loses most of values with heavy tails.
+
+    Where whole tiles differ in scale, both are poor, and it is the better one.
+    """
+    with pytest.warns(UserWarning, match=r"take Codebook\(2\)"):
+        published = DeviationCodebook(2)
+    rng = np.random.default_rng(0)
+    gaussian = rng.standard_normal((64, 4096))
+    for quantizer, bits in ((published, 2), (DeviationCodebook(4), 4)):
+        values = largest(gaussian)
+        np.testing.assert_allclose(coded(quantizer, values), oracles.deviation_codebook(values, bits), rtol=1e-4)
+    assert len(np.unique(coded(published, largest(gaussian)))) == 2
+    heavy = largest(gaussian * np.exp(rng.standard_normal(gaussian.shape)))
+    assert (np.abs(coded(published, heavy)) < 0.1 * np.abs(heavy)).mean() > 0.5
+    assert relative_error(Codebook(2), heavy) < 0.65 * relative_error(published, heavy)
+    unlike = largest(gaussian * np.exp(1.5 * rng.standard_normal((64, 1))))
+    assert relative_error(Codebook(2), unlike) > relative_error(published, unlike) > 0.4
 
 
 @pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if not q.unbiased], ids=str)

@@ -376,6 +376,22 @@ def test_nothing_that_workers_moved_is_lost(name: str):
     assert kept.any() == (name not in ("dense", "float4", "oktopk-all"))
 
 
+@pytest.mark.parametrize("optimizer", [optax.sgd, functools.partial(optax.sgd, momentum=0.5, nesterov=True)])
+def test_an_outer_rate_that_acts_twice_is_its_square(optimizer: Any):
+    """As in codes that put the outer gradient into the residual times the rate."""
+    sync = jsparse.topk_allgather(AXIS, density=DENSITY)
+    twice, squared, once = (
+        train(local_steps(sync=sync, outer=outer))[0].params
+        for sync, outer in (
+            (optax.chain(optax.scale(0.5), sync), optimizer(0.5)),
+            (sync, optimizer(0.25)),
+            (sync, optimizer(0.5)),
+        )
+    )
+    jax.tree.map(np.testing.assert_array_equal, twice, squared)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (squared, once)), strict=True))
+
+
 def test_a_state_of_another_form_is_refused():
     state = local_steps().init(params())
     for options in ({"fragments": 2}, {"overlap": 1}):

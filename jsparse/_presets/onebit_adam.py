@@ -13,9 +13,11 @@ from .._engine.mean import Quotient
 from .._engine.momentum import Velocity, WithMomentum
 from .._engine.phases import phases
 from .._engine.reducer import Reduced, Whole
+from .._engine.space import Flat
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_kind
+from .._vector.buckets import Scope
 from .._vector.density import check_steps
 from .._vector.layout import Layout
 from .._vector.pending import Pending
@@ -48,7 +50,12 @@ class SharedMomentum(WithMomentum):
 
 
 def onebit_momentum(
-    comm: CommLike, *, freeze_step: int, momentum: float = 0.9, quantize: Quantizer = ONE_BIT
+    comm: CommLike,
+    *,
+    freeze_step: int,
+    momentum: float = 0.9,
+    quantize: Quantizer = ONE_BIT,
+    scope: Scope = "leaf",
 ) -> SparseAllReduce:
     """The momentum of 1-bit Adam: dense at first, then sent as signs.
 
@@ -64,6 +71,9 @@ def onebit_momentum(
       momentum: b, at least 0 and below 1.
       quantize: of the later steps. By default the signs of 512 values have one scale, the root of
         the mean of their squares; in DeepSpeed's code all values of a tensor have one.
+      scope: quantize every leaf for itself (``"leaf"``), as the authors do, or all of them as one
+        vector (``"global"``), in fewer messages. Then the values at the border of two leaves share
+        a scale. If the gradients of one are far smaller, it gets momenta that are far too large.
 
     Returns:
       A gradient transformation. Its state holds the momentum beside the residual, both of shape
@@ -73,7 +83,7 @@ def onebit_momentum(
       ValueError: an argument is out of range; the quantizer rounds at random.
 
     **Cost**: in the first steps that of :func:`dense`; then ``2 (P-1)/P n (1/32 + 1/512)`` words
-    and ``P - 1 + log P`` messages a worker.
+    and ``P - 1 + log P`` messages a worker, for each leaf.
 
     References:
       Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
@@ -82,7 +92,8 @@ def onebit_momentum(
     check_kind("freeze_step", freeze_step, int)
     check_steps("freeze_step", freeze_step)
     reducer = Whole(Quantized(quantize, split=True))
-    later = SparseAllReduce.of(Composition(as_comm(comm), reducer, SharedMomentum(momentum)))
+    memory, space = SharedMomentum(momentum), Flat(scope=scope)
+    later = SparseAllReduce.of(Composition(as_comm(comm), reducer, memory, space=space))
     return phases(((freeze_step, dense(comm)), later))
 
 
@@ -133,6 +144,7 @@ def onebit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     quantize: Quantizer = ONE_BIT,
+    scope: Scope = "leaf",
 ) -> optax.GradientTransformationExtraArgs:
     """1-bit Adam, a whole optimizer: dense Adam at first, then signs of the momentum.
 
@@ -151,7 +163,7 @@ def onebit_adam(
       b2: of the second moments.
       eps: added to the roots of the second moments.
       weight_decay: times the learning rate, as in AdamW.
-      quantize: as in :func:`onebit_momentum`.
+      quantize, scope: as in :func:`onebit_momentum`.
 
     Returns:
       A gradient transformation, a whole optimizer.
@@ -172,7 +184,7 @@ def onebit_adam(
       Convergence Speed, ICML 2021, Algorithm 1; DeepSpeed, ``onebit/adam.py``.
     """
     return optax.chain(
-        onebit_momentum(comm, freeze_step=freeze_step, momentum=b1, quantize=quantize),
+        onebit_momentum(comm, freeze_step=freeze_step, momentum=b1, quantize=quantize, scope=scope),
         _by_frozen_moments(freeze_step, b1, b2, eps),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),

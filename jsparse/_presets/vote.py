@@ -15,15 +15,6 @@ from .._vector.layout import Layout
 from .._vector.pending import Pending
 from ..allreduce import Quantized
 from ..quantize import Sign
-from ..quantize._base import row_maximum
-
-
-@dataclasses.dataclass(frozen=True)
-class Votes(Sign):
-    """Signs without a magnitude: -1, 1 and, with ``zeros``, 0; NaN if a value is not finite."""
-
-    def _scales(self, rows: jax.Array, m: int) -> jax.Array:
-        return jnp.where(jnp.isfinite(row_maximum(rows)), jnp.ones((), rows.dtype), jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +39,8 @@ class MajorityVote(Reducer):
         self, comm: Comm, pending: Pending, state: tuple[()], *, layout: Layout, step: jax.Array, keep: jax.Array
     ) -> Reduced:
         acc = pending.add_up()
-        winners, _ = Quantized(Votes(None, self.zeros), split=True).by_owners(comm, self._signs(acc), step, self._signs)
+        votes = Quantized(Sign(None, self.zeros, "one"), split=True)
+        winners, _ = votes.by_owners(comm, self._signs(acc), step, self._signs)
         return Reduced(acc, acc, acc, winners.reshape(-1)[: acc.size], counts_of_whole(acc), state)
 
     def _signs(self, x: jax.Array) -> jax.Array:

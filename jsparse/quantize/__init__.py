@@ -3,7 +3,7 @@
 from ._base import Exact, Quantizer
 from .block import Block8, Int4
 from .cast import BFloat16, Float16
-from .codebook import Codebook
+from .codebook import Codebook, DeviationCodebook
 from .float4 import Float4
 from .qsgd import QSGD, TernGrad
 from .rotated import Rotated
@@ -14,6 +14,7 @@ __all__ = [
     "BFloat16",
     "Block8",
     "Codebook",
+    "DeviationCodebook",
     "Exact",
     "Float4",
     "Float16",

@@ -21,7 +21,10 @@ class Sign(Scaled):
         zeros do not count in the mean. If false, a value takes one bit, and zero counts as
         positive: parameters whose gradient is always zero then move to and fro.
       norm: the magnitude is the mean of the bucket's magnitudes (``"mean"``), which is nearest to
-        the values, or the root of the mean of their squares (``"rms"``), as in 1-bit Adam.
+        the values; the root of the mean of their squares (``"rms"``), as in 1-bit Adam; or 1
+        (``"one"``): each worker then has a vote, as in DisTrO, however large its values are. A
+        vote says nothing of the values, so what error feedback takes off must not be the vote:
+        pass ``ErrorFeedback(subtract="sent")``.
 
     References:
       Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes,
@@ -31,15 +34,17 @@ class Sign(Scaled):
 
     bucket: int | None = 512
     zeros: bool = True
-    norm: Literal["mean", "rms"] = "mean"
+    norm: Literal["mean", "rms", "one"] = "mean"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.norm not in ("mean", "rms"):
-            raise ValueError(f'norm is {self.norm!r}; choose "mean" or "rms"')
+        if self.norm not in ("mean", "rms", "one"):
+            raise ValueError(f'norm is {self.norm!r}; choose "mean", "rms" or "one"')
 
     def _scales(self, rows: jax.Array, m: int) -> jax.Array:
         most = row_maximum(rows)
+        if self.norm == "one":
+            return jnp.where(jnp.isfinite(most), jnp.ones_like(most), most)
         if self.zeros:
             count = jnp.maximum(total((rows != 0).astype(rows.dtype)), 1)
         else:
