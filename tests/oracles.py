@@ -568,8 +568,8 @@ def codebook(values: np.ndarray, bits: int) -> np.ndarray:
 def deviation_codebook(values: np.ndarray, bits: int) -> np.ndarray:
     """Each value replaced by the mean of its bin, as ``tplr/compress.py`` and MuLoCo quantize.
 
-    The bins are centered on the mean, and 6 standard deviations over their number wide. No value is
-    zero.
+    The bins are centered on the mean, and 6 standard deviations over their number wide. No value
+    is zero.
     """
     bins = 2**bits
     centered = values - values.mean()

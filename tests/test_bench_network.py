@@ -5,6 +5,8 @@ import dataclasses
 import inspect
 import json
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +93,19 @@ def test_forms_in_several_processes(tmp_path, monkeypatch):
 def test_an_error_of_a_worker_is_shown():
     with pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
         run_workers([("jsparse.bench.nothing", JOB)], 1)
+
+
+def test_a_worker_that_fails_ends_at_once():
+    """JAX waits at the end of a process for others, which wait for this one."""
+    program = """
+import atexit, time
+from jsparse.bench.reports import work
+atexit.register(time.sleep, 60)
+work(lambda text: 1 // len(text[1:]))
+"""
+    done = subprocess.run([sys.executable, "-c", program, "x"], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
 
 
 def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch, capsys):

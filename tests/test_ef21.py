@@ -127,6 +127,19 @@ def test_huge_gradients_leave_it_finite():
     assert np.abs(flat(updates)).max() < 1e32
 
 
+def test_changes_that_float16_does_not_hold():
+    """A change of twice the largest gradient is finite in its leaf's type."""
+    tx = jsparse.ef21(AXIS, density=1.0, momentum=0.0)
+    zeros = jnp.zeros(4, jnp.float16)
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(2))
+    for first, wanted in ((60_000, 32_752), (-60_000, -32_752), (1, 1), (1, 1)):
+        gradient = jnp.tile(jnp.array([first, 1, 2, 3], jnp.float16), (2, 1))
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradient, state)
+        # Changes are rounded to float16, whose step is 16 there.
+        assert abs(float(updates[0, 0]) - wanted) <= 16
+        np.testing.assert_array_equal(updates[0, 1:], [1, 2, 3])
+
+
 @pytest.mark.parametrize("feedback", [False, jsparse.ErrorFeedback(0.9), jsparse.ErrorFeedback(low_pass=0.5)])
 def test_its_residual_must_not_decay(feedback):
     with pytest.raises(ValueError, match=r"error_feedback is .*must not decay: leave it out"):

@@ -123,6 +123,14 @@ def test_what_is_sent_is_for_what_selects():
         sent = jsparse.ErrorFeedback(subtract="sent")
     with pytest.raises(ValueError, match=r"subtract is 'sent' with .*nothing would be fed back"):
         jsparse.quantized(AXIS, quantize=jsparse.quantize.Block8(), error_feedback=sent)
+    for allreduce in (
+        jsparse.allreduce.GTopk("tree"),
+        jsparse.allreduce.GTopk(put_back="owner"),
+        jsparse.allreduce.OkTopk(put_back="owner"),
+        jsparse.allreduce.OkTopk(put_back="server"),
+    ):
+        with pytest.raises(ValueError, match=r"subtract is 'sent' with .*keeps sums of what others sent"):
+            jsparse.sparse_allreduce(AXIS, select=jsparse.select.TopK(0.05), allreduce=allreduce, error_feedback=sent)
 
 
 @pytest.mark.parametrize("make", [jsparse.allreduce.OkTopk, jsparse.allreduce.GTopk, jsparse.allreduce.CyclicTopK])

@@ -127,9 +127,24 @@ def test_what_it_sends():
     assert most.bytes == 8 * n * (size - 1) // size + opening
 
 
+def test_small_gradients_in_half_precision():
+    """Second moments of float16 leaves are in float32: their squares would become 0."""
+    tx = jsparse.onebit_adam(AXIS, 1.0, freeze_step=3)
+    zeros = jnp.zeros(3, jnp.float16)
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(2))
+    gradient = jnp.tile(jnp.array([1.0, 0.01, 1e-3], jnp.float16), (2, 1))
+    for _ in range(6):
+        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+        assert updates.dtype == jnp.float16
+        assert np.isfinite(updates).all()
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="momentum is 1"):
         jsparse.onebit_momentum(AXIS, freeze_step=3, momentum=1.0)
+    for name, value in (("b2", 1.5), ("b2", -1.0), ("eps", -1.0), ("weight_decay", -0.1)):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            jsparse.onebit_adam(AXIS, 0.1, freeze_step=3, **{name: value})
     with pytest.raises(ValueError, match="freeze_step is 0"):
         jsparse.onebit_momentum(AXIS, freeze_step=0)
     with pytest.raises(ValueError, match="rounds at random"):

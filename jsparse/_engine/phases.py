@@ -123,7 +123,8 @@ def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, f
       the phase that ran.
 
     Raises:
-      ValueError: the stages are not of that form, or do not fit together.
+      ValueError: the stages are not of that form, or do not fit together. So :func:`vote` and
+        :func:`scale_by_dion`, whose updates are no sums, are refused beside sparse phases.
 
     Example (the warm-up of gTop-k, with epochs of 100 steps)::
 
@@ -195,6 +196,11 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
             raise ValueError(f"{where}: bucket_bytes cuts the vector, but they have one residual for it; leave it out")
         if stage.reducer.staleness:
             raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
+        if sparse and not stage.reducer.conserves:
+            raise ValueError(
+                f"{where}: {stage.reducer} makes no sum of what it takes, so the residual that sparse phases leave "
+                "would be lost; train with it in a run of its own, from jsparse.init on"
+            )
         if stage in keeping:
             for part in ("space", "memory"):
                 for name, ours, theirs in _differing(part, getattr(stage, part), getattr(shared, part)):

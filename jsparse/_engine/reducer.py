@@ -63,16 +63,21 @@ class Reducer:
         and dense phases beside it take its memory over.
       unbiased: whether it rounds at random, right in expectation. Error feedback would blow up
         then.
+      hands_over: whether a worker may keep sums of others' elements.
       of_the_sum: whether its result depends on the workers' vectors through their sum alone.
       of_any_vector: whether it takes vectors that go densely, too: its total is no sum, and leaves
         beside it must not be summed either.
+      conserves: whether the workers' shares add up to its total, so that what is delivered and
+        what is kept are all there was.
       staleness: by how many steps its sums are late.
     """
 
     sparse = False
     unbiased = False
+    hands_over = False
     of_the_sum = False
     of_any_vector = False
+    conserves = True
     staleness = 0
 
     def init(self, layout: Layout, size: int) -> Any:
@@ -130,6 +135,10 @@ class Selecting(Reducer):
     @property
     def staleness(self) -> int:
         return self.allreduce.staleness
+
+    @property
+    def hands_over(self) -> bool:
+        return self.allreduce.hands_over
 
     def init(self, layout: Layout, size: int) -> SelectingState:
         n, dtype = layout.n, layout.dtype

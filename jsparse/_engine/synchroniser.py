@@ -155,6 +155,12 @@ class Composition(Synchroniser):
                 f"subtract is 'sent' with {self.reducer}, which sends all elements, so that nothing would be fed back: "
                 "take ErrorFeedback(subtract='local')"
             )
+        if self.memory.subtracts_sent and self.reducer.hands_over:
+            raise ValueError(
+                f"subtract is 'sent' with {self.reducer}, where a worker keeps sums of what others sent, "
+                "which would be lost: take put_back='exact' with GTopk's butterfly or all-gather, put_back='senders' "
+                "with OkTopk, or ErrorFeedback(subtract='local')"
+            )
         if self.memory.subtracts_mean and not self.reducer.of_the_sum:
             raise ValueError(
                 f"subtract is 'mean' with {self.reducer}: what a worker sends depends on its own residual, and there "

@@ -108,7 +108,7 @@ def demo(
     *,
     k: int = 32,
     chunk: int = 64,
-    decay: float = 0.999,
+    decay: float | None = None,
     mean: Literal["contributors", "workers"] = "contributors",
     error_feedback: ErrorFeedback | None = None,
     wire: Wire = Full(),
@@ -143,14 +143,16 @@ def demo(
       comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
       k: the coefficients of a block that are sent, of ``chunk**2``.
       chunk: the side of a tile.
-      decay: β, by which the momentum is multiplied in each step, above 0 and at most 1.
+      decay: β, by which the momentum is multiplied in each step, above 0 and at most 1; by default
+        0.999.
       mean: divide a coefficient by the number of workers that sent it (``"contributors"``, as all
         published codes do) or by the number of all workers (``"workers"``, as the paper's text
         says). With the former the update is larger than what is taken off the momenta.
-      error_feedback: ``ErrorFeedback(decay)`` in full, to choose what else it has. In DisTrO's
-        code, coefficients are sent as signs alone, and what that rounds away is lost:
-        ``wire=wire.Compact(quantize.Sign(None, zeros=False))`` with
-        ``error_feedback=ErrorFeedback(0.999, subtract="sent")``. With the default it is kept.
+      error_feedback: ``ErrorFeedback(decay)`` in full, in place of ``decay``, to choose what else
+        it has. In DisTrO's code, coefficients are sent as signs alone, a vote of each worker, and
+        what that rounds away is lost:
+        ``wire=wire.Compact(quantize.Sign(None, zeros=False, norm="one"))`` with
+        ``error_feedback=ErrorFeedback(0.999, subtract="sent")``.
       wire, scope, dense_below: as in :func:`sparse_allreduce`.
 
     Returns:
@@ -166,6 +168,8 @@ def demo(
       Peng et al., DeMo: Decoupled Momentum Optimization, ICLR 2026, Algorithm 1, and their code.
     """
     check_kind("chunk", chunk, int)
+    if decay is not None and error_feedback is not None:
+        raise ValueError(f"decay is {decay}, and error_feedback {error_feedback} has one: pass one of them")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it is the side of a tile, at least 1, such as 64")
     general = sparse_allreduce(
@@ -173,7 +177,7 @@ def demo(
         select=BlockTopK(k, chunk**2),
         allreduce=TopkAllGather(),
         wire=wire,
-        error_feedback=ErrorFeedback(decay) if error_feedback is None else error_feedback,
+        error_feedback=ErrorFeedback(0.999 if decay is None else decay) if error_feedback is None else error_feedback,
         scope=scope,
         dense_below=dense_below,
         tiles=chunk,

@@ -27,6 +27,8 @@ class Orthonormal(LowRank):
       rank_fraction, momentum: as in :func:`scale_by_dion`.
     """
 
+    conserves = False
+
     rank_fraction: float = 0.25
     momentum: float = 0.95
 
@@ -146,6 +148,12 @@ def dion(
     References:
       Ahn et al., Dion: Distributed Orthonormalized Updates, 2025.
     """
+    if not (others is None or hasattr(others, "update")):
+        raise ValueError(f"others is {others!r}; it must be an optimizer, such as optax.adamw(1e-3), or None")
+    if not (matrices is None or callable(matrices)):
+        raise ValueError(
+            f"matrices is {matrices!r}; it must be a function of the parameters that returns a tree of truth values"
+        )
     if others is None:
         others = optax.adamw(learning_rate, b2=0.95, weight_decay=0.0)
     of_matrices = optax.chain(

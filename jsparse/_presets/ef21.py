@@ -14,7 +14,7 @@ from .._engine.momentum import Velocity, WithMomentum
 from .._engine.transform import SparseAllReduce
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf
+from .._vector.sparse_vector import Leaf, SparseVector
 from ..allreduce import AllReduce, TopkAllGather
 from .general import Options, of_density
 
@@ -30,10 +30,19 @@ class Differences(WithMomentum):
     def accumulate(
         self, state: Velocity, layout: Layout, parts: Sequence[Leaf], keep: jax.Array, size: int
     ) -> tuple[Pending, Velocity]:
-        most = largest_addend(layout.dtype, 2 * size)  # So that differences are finite.
-        gradient = jnp.clip(layout.ravel(parts), -most, most)
+        # So that differences are finite, in the types of their leaves too.
+        most = largest_addend(layout.dtype, 2 * size)
+        gradient = jnp.clip(layout.ravel([_halved(part) for part in parts]), -most, most)
         change = jnp.where(keep, (1 - self.momentum) * (gradient - state.velocity), 0)
         return self.push(state, state.velocity + change, change, layout, keep, size)
+
+
+def _halved(part: Leaf) -> Leaf:
+    """A leaf of which no element is more than half of its type's largest."""
+    values = part.values if isinstance(part, SparseVector) else part
+    most = float(jnp.finfo(values.dtype).max) / 2
+    clipped = jnp.clip(values, -most, most)
+    return dataclasses.replace(part, values=clipped) if isinstance(part, SparseVector) else clipped
 
 
 def ef21_changes(
@@ -100,7 +109,8 @@ def ef21(
     This is error feedback whose gradients are the changes of ``v``. So it runs with any sparse
     all-reduce, and at density 1 it is SGD with momentum. The estimate is a sum over all steps, and
     the rounding errors of their additions stay in it. It is held in float32 at least; changes are
-    rounded to the type of their leaf before.
+    rounded to the type of their leaf before. Gradients are clipped at half of their type's largest
+    number, in float16 at 32,752.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.

@@ -1,6 +1,7 @@
 """1-bit Adam: Adam whose momentum is sent as signs, once its second moments are frozen."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class FrozenMoments(NamedTuple):
     Attributes:
       count: int32 scalar: steps so far.
       momentum: the momentum of the step before.
-      second: the second moments.
+      second: the second moments, in float32 at least.
     """
 
     count: jax.Array
@@ -115,20 +116,20 @@ def _by_frozen_moments(freeze_step: int, b1: float, b2: float, eps: float) -> op
     """Divides a momentum by the roots of second moments, which grow in the first steps only."""
 
     def init(params: optax.Params) -> FrozenMoments:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return FrozenMoments(jnp.int32(0), zeros, zeros)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), params)
+        return FrozenMoments(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), zeros)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, Any]:
         finite = jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(updates)]).all()
         grows = state.count < freeze_step
 
         def moment(second, new, old):
-            gradient = (new - b1 * old) / (1 - b1)
+            gradient = (new.astype(second.dtype) - b1 * old.astype(second.dtype)) / (1 - b1)
             return jnp.where(finite & grows, b2 * second + (1 - b2) * gradient**2, second)
 
         second = jax.tree.map(moment, state.second, updates, state.momentum)
         momentum = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updates, state.momentum)
-        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), updates, second)
+        scaled = jax.tree.map(lambda m, v: (m.astype(v.dtype) / (jnp.sqrt(v) + eps)).astype(m.dtype), updates, second)
         return scaled, FrozenMoments(state.count + finite, momentum, second)
 
     return optax.GradientTransformation(init, update)
@@ -183,6 +184,9 @@ def onebit_adam(
       Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
       Convergence Speed, ICML 2021, Algorithm 1; DeepSpeed, ``onebit/adam.py``.
     """
+    for name, value, below in (("b2", b2, 1), ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf)):
+        if isinstance(value, int | float) and not 0 <= value < below:  # Injected hyperparameters are arrays.
+            raise ValueError(f"{name} is {value}; it must be at least 0" + (", and below 1" if below == 1 else ""))
     return optax.chain(
         onebit_momentum(comm, freeze_step=freeze_step, momentum=b1, quantize=quantize, scope=scope),
         _by_frozen_moments(freeze_step, b1, b2, eps),

@@ -281,8 +281,8 @@ def _scaled(x: jax.Array) -> jax.Array:
 def directions(factor: jax.Array, otherwise: jax.Array | float, longer: int) -> jax.Array:
     """The columns of a sum of right factors, at length 1.
 
-    A column that is zero, but for rounding, has no direction. The bound is that of
-    ``numpy.linalg.matrix_rank``.
+    A column that is zero, but for rounding, has no direction. The bound is the rounding of a
+    product of so many terms, if they round to either side alike.
 
     Args:
       factor: shape ``(columns, rank)``.
@@ -292,4 +292,4 @@ def directions(factor: jax.Array, otherwise: jax.Array | float, longer: int) -> 
     size = jnp.max(jnp.abs(factor), axis=0, keepdims=True)
     scaled = _scaled(factor)
     unit = scaled / jnp.maximum(jnp.linalg.norm(scaled, axis=0, keepdims=True), 1)
-    return jnp.where(size > longer * jnp.finfo(factor.dtype).eps * jnp.max(size), unit, otherwise)
+    return jnp.where(size > longer**0.5 * jnp.finfo(factor.dtype).eps * jnp.max(size), unit, otherwise)

@@ -26,6 +26,7 @@ class MajorityVote(Reducer):
     """
 
     of_any_vector = True
+    conserves = False
 
     zeros: bool = True
 

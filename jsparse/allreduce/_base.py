@@ -34,6 +34,8 @@ class AllReduce:
       sparse: whether it sums sparse vectors. If so, it needs a selector.
       unbiased: whether it rounds at random, so that its result is right in expectation.
       staleness: by how many steps its sums are late.
+      hands_over: whether a worker may keep sums of others' elements: in place of the senders it
+        keeps what did not become part of the total.
       takes_held: whether its call takes ``held``, this worker's whole vector, shape ``(n,)``, from
         which ``x`` was selected.
     """
@@ -41,6 +43,7 @@ class AllReduce:
     sparse: ClassVar[bool] = True
     unbiased = False
     staleness = 0
+    hands_over = False
     takes_held = False
 
     def __post_init__(self):

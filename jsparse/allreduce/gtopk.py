@@ -71,6 +71,10 @@ class GTopk(AllReduce):
         if self.put_back not in PUT_BACK:
             raise ValueError(f"put_back is {self.put_back!r}; choose one of {', '.join(map(repr, PUT_BACK))}")
 
+    @property
+    def hands_over(self) -> bool:  # type: ignore[override]
+        return self.topology == "tree" or self.put_back != "exact"
+
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages
     ) -> tuple[SparseVector, SparseVector, tuple[()]]:

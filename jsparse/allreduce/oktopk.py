@@ -140,6 +140,10 @@ class OkTopk(AllReduce):
     def takes_held(self) -> bool:
         return self.put_back == "server"
 
+    @property
+    def hands_over(self) -> bool:  # type: ignore[override]
+        return self.put_back != "senders"
+
     def init(self, n: int, size: int, dtype: DTypeLike) -> OkTopkState:
         none = jnp.zeros(1, jnp.int32)
         return OkTopkState(_even_regions(n, size), jnp.zeros(1, dtype), none, none)

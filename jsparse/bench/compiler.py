@@ -26,6 +26,8 @@ class Compiler:
     """
 
     def __init__(self, rank: int, hosts: int):
+        # A program that was read from JAX's own cache lacks parts when another host loads it.
+        jax.config.update("jax_enable_compilation_cache", False)
         self._folder = pathlib.Path(os.environ[FOLDER])
         self._rank, self._hosts = rank, hosts
         self._done = 0

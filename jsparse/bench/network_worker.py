@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from .compiler import Compiler
 from .forms import FORMS, Form
 from .gradients import in_leaves, worker_gradients
 from .job import NetworkJob
-from .reports import ask_for_rate, tell
+from .reports import ask_for_rate, tell, work
 from .timing import Meter
 
 # The slower network, and the faster one inside a group of workers.
@@ -223,4 +222,4 @@ class Selecting:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    work(main)

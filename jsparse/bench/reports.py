@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .command import progress_bar
@@ -32,6 +33,19 @@ def ask_for_rate(rate: str) -> None:
     if os.environ["JSPARSE_RANK"] == "0":
         tell(ask=rate)
         sys.stdin.readline()
+
+
+def work(main: Callable[[str], None]) -> None:
+    """Runs a worker's program with the job's text. If it fails, the process ends at once.
+
+    JAX would first wait for the other workers to end, too, for minutes: they wait for this one.
+    """
+    try:
+        main(sys.argv[1])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class WorkerFailedError(ValueError):

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from .images import Images, load_images
 from .job import Job
 from .nets import CLASSES, NETS
 from .network_worker import Selecting, agreement
-from .reports import ask_for_rate, tell
+from .reports import ask_for_rate, tell, work
 from .timing import time_steps, timed
 
 AXIS = "hosts"
@@ -203,4 +202,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    work(main)

@@ -78,13 +78,13 @@ class Codebook(Quantizer):
 class DeviationCodebook(Codebook):
     """The codebook of SparseLoCo's and MuLoCo's codes: bins by distance from the mean.
 
-    There are 4 bins with 2 bits, and 16 with 4. Each has 6 standard deviations of the message's
-    values over the number of bins, and those at the ends have the rest. The values are the means of
-    the bins.
+    There are 4 bins with 2 bits, and 16 with 4. Together they are 6 standard deviations of the
+    message's values wide, and those at the ends have the rest. The values are the bins' means.
 
-    With 2 bits take :class:`Codebook`. One bin is around the mean, one above it and two below it.
-    Of values with heavy tails most are in that around the mean, whose own mean is about 0, so they
-    are hardly sent. So it warns. Of values that are all far from 0 it uses two bins only, as signs.
+    With 2 bits take :class:`Codebook`: this class warns. It has one bin around the mean, one above
+    it and two below it. Of values with heavy tails most are in that around the mean, whose own
+    mean is about 0, so they are hardly sent. Of values that are all far from 0 it uses two bins
+    only, as signs.
 
     Attributes:
       bits: the number of bits for each value, 2 or 4.

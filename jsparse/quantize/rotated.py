@@ -51,6 +51,8 @@ class Rotated(Quantizer):
                 f"quantize is {self.quantize}, whose magnitudes are for values that are not zero: rotated ones may be; "
                 "use quantize.Int4() or quantize.Float4()"
             )
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0")
         if self.block < 2 or self.block & (self.block - 1):
             raise ValueError(f"block is {self.block}; it must be a power of two, at least 2, such as 1024")
 
