@@ -716,6 +716,12 @@ ROWS = [
     Row("topk_allgather-compact", wired(jsparse.topk_allgather, quantize.Exact()), oracles.topk_allgather, (3,)),
     Row("topk_allgather-float16", wired(jsparse.topk_allgather, quantize.Float16()), sizes=(3,), exact=False),
     Row("topk_allgather-codebook", wired(jsparse.topk_allgather, quantize.Codebook(2)), sizes=(3,), exact=False),
+    Row(
+        "topk_allgather-deviations",
+        wired(jsparse.topk_allgather, quantize.DeviationCodebook(4)),
+        sizes=(3,),
+        exact=False,
+    ),
     Row("oktopk-bf16", wired(jsparse.oktopk, BF16), sizes=(3, 8), bound=oktopk_compact_bound),
     Row("oktopk-blocks", wired(jsparse.oktopk, BLOCKS), sizes=(8,), exact=False),
     Row("gtopk-bf16", wired(jsparse.gtopk, BF16), sizes=(7,)),
