@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jsparse
 from algorithms import DENSITY, Row
+from jsparse._comm import comm
 
 AXIS = "workers"
 LEVELS = ("nodes", "gpus")
@@ -98,7 +100,7 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
         init = jax.pmap(lambda _: tx.init(zeros()), axis_name=AXIS)
         return init(np.arange(size)), jax.pmap(tx.update, axis_name=AXIS)
     else:
-        along, check, on = PartitionSpec(axis(row)), transport == "shard_map", mesh_of(row, size)
+        along, check, on = PartitionSpec(axis(row)), transport != "shard_map unchecked", mesh_of(row, size)
 
         def unstack(leaves):
             return jax.tree.map(lambda x: x[0], leaves)
@@ -110,7 +112,8 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             return stack(tx.init(zeros()))
 
         def local_update(grads, state):
-            updates, state = tx.update(unstack(grads), unstack(state))
+            with mock.patch.object(comm, "_over_gloo", return_value=transport == "gloo"):
+                updates, state = tx.update(unstack(grads), unstack(state))
             return updates if row.alike else stack(updates), stack(state)
 
         init = jax.shard_map(local_init, mesh=on, in_specs=along, out_specs=along, check_vma=check)

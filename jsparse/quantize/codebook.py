@@ -28,6 +28,9 @@ class Codebook(Quantizer):
       Quantization in PCM, 1982 (the mean of a bin is its best value).
     """
 
+    # How many digits a bin has: one for each sign.
+    _signs: ClassVar[int] = 2
+
     bits: Literal[2, 4] = 4
 
     def __post_init__(self):
@@ -53,9 +56,6 @@ class Codebook(Quantizer):
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return Exact().words(2**self.bits // self._signs, dtype) + packed_words(m, 2**self.bits)
-
-    # How many digits a bin has: one for each sign.
-    _signs: ClassVar[int] = 2
 
     def _digits(self, values: jax.Array, shares: jax.Array) -> jax.Array:
         """Twice the number of the bin of each value, and 1 more if the value is negative.

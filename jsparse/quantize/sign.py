@@ -22,9 +22,9 @@ class Sign(Scaled):
         positive: parameters whose gradient is always zero then move to and fro.
       norm: the magnitude is the mean of the bucket's magnitudes (``"mean"``), which is nearest to
         the values; the root of the mean of their squares (``"rms"``), as in 1-bit Adam; or 1
-        (``"one"``): each worker then has a vote, as in DisTrO, however large its values are. A
-        vote says nothing of the values, so what error feedback takes off must not be the vote:
-        pass ``ErrorFeedback(subtract="sent")``.
+        (``"one"``): each worker then has a vote, as in DisTrO, however large its values are. Take
+        ``ErrorFeedback(subtract="sent")`` with it: by default 1 would be taken off the residual in
+        place of the value.
 
     References:
       Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes,
