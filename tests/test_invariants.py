@@ -460,6 +460,24 @@ def test_density_1_is_dense(row: Row, size: int):
             np.testing.assert_allclose(step.updates[0], step.acc.sum(0) / size, rtol=3e-7, atol=rounding)
 
 
+# Rows that may round a value to one that is half as large again.
+ROUND_UP = ("qsgd", "quantized-rotated")
+
+
+@pytest.mark.parametrize(
+    "row, size",
+    [case(row, row.usual_size, full=row.name != "ef21_changes") for row in ROWS if row.name not in ROUND_UP],
+)
+def test_half_precision_stays_finite(row: Row, size: int):
+    """At density 1 nothing waits, so updates of finite gradients are finite in their own type."""
+    state, update = transports.workers(row, size, density=1.0)
+    for sign in (1, -1, 1):
+        gradient = transports.tree(np.full((size, N), 60_000 * sign, np.float16))
+        updates, state = update(gradient, state)
+        assert all(leaf.dtype == np.float16 and np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state) if leaf.dtype == np.float32)
+
+
 @pytest.mark.parametrize("scenario", quick(scenarios.STANDING, "cancelling"))
 @pytest.mark.parametrize(
     "row, size",
