@@ -97,6 +97,21 @@ SMALL = {
 }
 
 
+def test_bert_predicts_only_masked_words():
+    """Its loss and accuracy are those that the logits of all places give."""
+    model, x, segments = Bert(rngs(), 50, 16, 2, 32, 2, longest=9), numbers(50, 3, 9), np.zeros((3, 9), np.int32)
+    masked, follows = np.full((3, 9), -1, np.int32), np.array([0, 1, 1])
+    masked[0, [1, 4, 8]], masked[1, [0]], masked[2, [6, 7]] = [3, 40, 7], [12], [0, 5]
+    words, next_ = model(x, segments, np.broadcast_to(np.arange(9), (3, 9)))
+    losses = optax.softmax_cross_entropy_with_integer_labels(words, np.maximum(masked, 0))[masked >= 0]
+    expected = losses.mean() + optax.softmax_cross_entropy_with_integer_labels(next_, follows).mean()
+    np.testing.assert_allclose(model.loss(x, segments, masked, follows), expected, rtol=1e-5)
+    found = np.where(masked >= 0, words.argmax(-1), masked)  # As if it predicted all.
+    assert model.accuracy(x, segments, found, follows) == 1
+    found[2, 7] = (found[2, 7] + 1) % 50
+    np.testing.assert_allclose(model.accuracy(x, segments, found, follows), 5 / 6)
+
+
 def without_gradient(path: str) -> bool:
     """Whether a leaf can't change the outputs.
 

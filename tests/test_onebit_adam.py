@@ -95,26 +95,37 @@ def test_a_bad_step_changes_nothing():
         _, state = update(gradient, state)
 
 
-def test_a_leaf_with_small_gradients_keeps_small_updates():
-    """Quantized with a neighbour of large gradients, it would get momenta of their scale."""
+def test_no_scale_is_for_two_leaves():
+    """Quantized with a neighbour of large gradients, a leaf would get momenta of their scale."""
     rng = np.random.default_rng(0)
-    given = [
-        {"large": rng.standard_normal((SIZE, 700)), "small": 1e-5 * rng.standard_normal((SIZE, 60))} for _ in range(20)
-    ]
+    sizes = {"bias": 60, "large": 700, "small": 7}
+    scales = {"bias": 1e-5, "large": 1.0, "small": 1e-3}
+    tx = jsparse.onebit_adam(AXIS, 1.0, freeze_step=8, b2=B2)
+    zeros = {name: jnp.zeros(size) for name, size in sizes.items()}
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
+    for number in range(30):
+        gradient = {name: jnp.float32(scales[name] * rng.standard_normal((SIZE, size))) for name, size in sizes.items()}
+        updates, state = update(gradient, state)
+        if number < 8:
+            continue
+        assert all(np.abs(updates[name]).max() < 10 for name in sizes)
+        # A bucket has one magnitude.
+        velocity = np.asarray(state[0].buckets[0].memory.velocity)[0]
+        assert len(np.unique(np.abs(velocity[:60]))) == 1
 
-    def most(scope: str) -> float:
-        tx = jsparse.onebit_adam(AXIS, 1.0, freeze_step=8, b2=B2, scope=scope)
-        zeros = {"large": jnp.zeros(700), "small": jnp.zeros(60)}
-        state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
-        update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
-        found = []
-        for gradient in given:
-            updates, state = update(jax.tree.map(jnp.float32, gradient), state)
-            found.append(np.abs(updates["small"]).max())
-        return max(found)
 
-    assert most("leaf") < 10
-    assert most("global") > 1000
+def test_a_short_leaf_has_a_scale_of_its_own_values():
+    """Zeros beside it would make it a third, of 60 values in a bucket of 512."""
+    tx = jsparse.onebit_momentum(AXIS, freeze_step=10, momentum=B1)
+    zeros = {"bias": jnp.zeros(60), "large": jnp.zeros(700)}
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
+    gradient = {"bias": jnp.ones((SIZE, 60)), "large": jnp.full((SIZE, 700), 100.0)}
+    exact = 0.0
+    for _ in range(12):
+        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+        exact = B1 * exact + (1 - B1)
+        np.testing.assert_allclose(updates["bias"], exact, rtol=1e-5)
 
 
 def test_what_it_sends():
@@ -125,6 +136,11 @@ def test_what_it_sends():
     opening = 2 * 4 * 2 * (size - 1) // size
     assert least.bytes == 2 * (size - 1) * (n // size) // 8 * (1 + 32 / 512) + opening
     assert most.bytes == 8 * n * (size - 1) // size + opening
+    # However many leaves there are, the messages are those of one vector.
+    leaves = [jax.ShapeDtypeStruct((1000,), jnp.float32)] * 50
+    many, _ = jsparse.cost.exact(tx, leaves, size)
+    assert many.messages == least.messages
+    assert many.bytes < 2 * (size - 1) * 50 * 1024 / size / 8 * (1 + 32 / 512) + 2 * 512 + opening
 
 
 def test_small_gradients_in_half_precision():
@@ -149,3 +165,7 @@ def test_bad_arguments():
         jsparse.onebit_momentum(AXIS, freeze_step=0)
     with pytest.raises(ValueError, match="rounds at random"):
         jsparse.onebit_momentum(AXIS, freeze_step=3, quantize=jsparse.quantize.QSGD())
+    with pytest.raises(ValueError, match="one scale for the values of all leaves"):
+        jsparse.onebit_momentum(AXIS, freeze_step=3, quantize=jsparse.quantize.Sign(None))
+    with pytest.raises(ValueError, match="one scale for the values of all leaves"):
+        jsparse.onebit_momentum(AXIS, freeze_step=3, quantize=jsparse.quantize.Rotated(jsparse.quantize.Int4(None)))

@@ -129,7 +129,7 @@ FIGURES = {
             "workers": 4,
             "batch": 4,
             "epochs": 10,
-            "rates": (1e-3, 3e-3),
+            "rates": (1e-3,),
             "seeds": 1,
         },
     ),

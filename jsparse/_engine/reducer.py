@@ -168,10 +168,13 @@ class Whole(Reducer):
     """An all-reduce of dense vectors.
 
     Attributes:
-      allreduce: how they are summed.
+      allreduce: how they are summed; without a state where ``unit`` is not 1.
+      unit: leaves, and the workers' parts of a vector, begin at multiples of this in what is
+        summed. So no unit of a quantizer crosses leaves.
     """
 
     allreduce: AllReduce
+    unit: int = 1
 
     @property
     def unbiased(self) -> bool:
@@ -190,7 +193,10 @@ class Whole(Reducer):
         acc = pending.add_up()
         # Without a kept vector, what does not count is zero already.
         x = acc if pending.vector is None else jnp.where(keep, acc, 0)
-        total, delivered, state = self.allreduce(comm, x, state, step=step, wire=Full().at(step))
+        summed = x if self.unit == 1 else layout.align(x, self.unit, self.unit * comm.size)
+        total, delivered, state = self.allreduce(comm, summed, state, step=step, wire=Full().at(step))
+        if self.unit > 1:
+            total, delivered = (layout.unalign(each, self.unit) for each in (total, delivered))
         return Reduced(acc, x, delivered, total, counts_of_whole(acc), state)
 
 

@@ -14,17 +14,16 @@ from .._engine.mean import Quotient
 from .._engine.momentum import Velocity, WithMomentum
 from .._engine.phases import phases
 from .._engine.reducer import Reduced, Whole
-from .._engine.space import Flat
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_kind
-from .._vector.buckets import Scope
 from .._vector.density import check_steps
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, to_dense
 from ..allreduce import Quantized
 from ..quantize import Quantizer, Sign
+from ..quantize._base import check_quantizer
 from .dense import dense
 
 ONE_BIT = Sign(zeros=False, norm="rms")
@@ -56,7 +55,6 @@ def onebit_momentum(
     freeze_step: int,
     momentum: float = 0.9,
     quantize: Quantizer = ONE_BIT,
-    scope: Scope = "leaf",
 ) -> SparseAllReduce:
     """The momentum of 1-bit Adam: dense at first, then sent as signs.
 
@@ -71,20 +69,20 @@ def onebit_momentum(
       freeze_step: the number of dense steps, at least 1.
       momentum: b, at least 0 and below 1.
       quantize: of the later steps. By default the signs of 512 values have one scale, the root of
-        the mean of their squares; in DeepSpeed's code all values of a tensor have one.
-      scope: quantize every leaf for itself (``"leaf"``), as the authors do, or all of them as one
-        vector (``"global"``), in fewer messages. Then the values at the border of two leaves share
-        a scale. If the gradients of one are far smaller, it gets momenta that are far too large.
+        the mean of their squares; in DeepSpeed's code all values of a tensor have one. No scale is
+        for values of two leaves: if the gradients of one were far smaller, it would get momenta
+        that are far too large. The last values of a leaf are repeated until they are 512.
 
     Returns:
       A gradient transformation. Its state holds the momentum beside the residual, both of shape
       ``(n,)`` on a worker.
 
     Raises:
-      ValueError: an argument is out of range; the quantizer rounds at random.
+      ValueError: an argument is out of range; the quantizer rounds at random, or has one scale for
+        all values.
 
     **Cost**: in the first steps that of :func:`dense`; then ``2 (P-1)/P n (1/32 + 1/512)`` words
-    and ``P - 1 + log P`` messages a worker, for each leaf.
+    and ``P - 1 + log P`` messages a worker. In n each leaf counts as a multiple of 512.
 
     References:
       Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
@@ -92,9 +90,14 @@ def onebit_momentum(
     """
     check_kind("freeze_step", freeze_step, int)
     check_steps("freeze_step", freeze_step)
-    reducer = Whole(Quantized(quantize, split=True))
-    memory, space = SharedMomentum(momentum), Flat(scope=scope)
-    later = SparseAllReduce.of(Composition(as_comm(comm), reducer, memory, space=space))
+    check_quantizer("quantize", quantize)
+    if quantize.unit is None:
+        raise ValueError(
+            f"quantize is {quantize}, which has one scale for the values of all leaves: take one that has a scale for "
+            "each bucket, such as quantize.Sign(512, zeros=False, norm='rms')"
+        )
+    reducer = Whole(Quantized(quantize, split=True), quantize.unit)
+    later = SparseAllReduce.of(Composition(as_comm(comm), reducer, SharedMomentum(momentum)))
     return phases(((freeze_step, dense(comm)), later))
 
 
@@ -145,7 +148,6 @@ def onebit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     quantize: Quantizer = ONE_BIT,
-    scope: Scope = "leaf",
 ) -> optax.GradientTransformationExtraArgs:
     """1-bit Adam, a whole optimizer: dense Adam at first, then signs of the momentum.
 
@@ -164,7 +166,7 @@ def onebit_adam(
       b2: of the second moments.
       eps: added to the roots of the second moments.
       weight_decay: times the learning rate, as in AdamW.
-      quantize, scope: as in :func:`onebit_momentum`.
+      quantize: as in :func:`onebit_momentum`.
 
     Returns:
       A gradient transformation, a whole optimizer.
@@ -188,7 +190,7 @@ def onebit_adam(
         if isinstance(value, int | float) and not 0 <= value < below:  # Injected hyperparameters are arrays.
             raise ValueError(f"{name} is {value}; it must be at least 0" + (", and below 1" if below == 1 else ""))
     return optax.chain(
-        onebit_momentum(comm, freeze_step=freeze_step, momentum=b1, quantize=quantize, scope=scope),
+        onebit_momentum(comm, freeze_step=freeze_step, momentum=b1, quantize=quantize),
         _by_frozen_moments(freeze_step, b1, b2, eps),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),

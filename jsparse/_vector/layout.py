@@ -82,6 +82,22 @@ class Layout:
         places = itertools.pairwise(self.offsets)
         return [vector[begin:end].reshape(shape) for (begin, end), shape in zip(places, self.shapes, strict=True)]
 
+    def align(self, vector: jax.Array, unit: int, multiple: int) -> jax.Array:
+        """A flat vector in which each leaf begins at a multiple of ``unit``.
+
+        A leaf is repeated until then, so that its last unit is like the rest of it. Zeros follow,
+        until the length is a multiple of ``multiple``.
+        """
+        leaves = [jnp.pad(leaf.reshape(-1), (0, -leaf.size % unit), mode="wrap") for leaf in self.windows(vector)]
+        aligned = jnp.concatenate(leaves)
+        return jnp.pad(aligned, (0, -aligned.size % multiple))
+
+    def unalign(self, vector: jax.Array, unit: int) -> jax.Array:
+        """The vector of which :meth:`align` made this one."""
+        sizes = [end - begin for begin, end in itertools.pairwise(self.offsets)]
+        begins = itertools.accumulate((-(-size // unit) * unit for size in sizes), initial=0)
+        return jnp.concatenate([vector[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)])
+
     def add_leaves(self, vector: jax.Array, leaves: Sequence[Leaf], keep: jax.Array, limit: float) -> jax.Array:
         """Adds each leaf to its window of the vector where ``keep`` is true.
 

@@ -40,11 +40,14 @@ class Quantizer(Protocol):
       elementwise: whether a value that was rounded once does not change when it is rounded again,
         whatever the other values of the message are.
       unbiased: whether the expectation of the decoded values is the encoded values.
+      unit: from the first value on, so many are coded together, and depend on no others. None: all
+        values depend on each other.
     """
 
     lossless: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
+    unit: ClassVar[int | None] = 1
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         """Encodes values as a message of int32 words.
@@ -176,6 +179,10 @@ class Scaled(Quantizer):
 
     bucket: int | None
     _base: int
+
+    @property
+    def unit(self) -> int | None:  # type: ignore[override]
+        return self.bucket
 
     def __post_init__(self):
         check_fields(self)

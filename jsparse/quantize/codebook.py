@@ -28,6 +28,7 @@ class Codebook(Quantizer):
       Quantization in PCM, 1982 (the mean of a bin is its best value).
     """
 
+    unit = None
     # How many digits a bin has: one for each sign.
     _signs: ClassVar[int] = 2
 

@@ -60,6 +60,10 @@ class Rotated(Quantizer):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.quantize.unbiased
 
+    @property
+    def unit(self) -> int | None:  # type: ignore[override]
+        return self.quantize.unit and math.lcm(self.block, self.quantize.unit)
+
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         whole, left = self._cut(values.shape[0])
         # A rotated value is at most the root of the block's length times the largest.
