@@ -310,6 +310,21 @@ def test_any_length():
         assert coded(quantizer, np.zeros(0, np.float32)).shape == (0,)
 
 
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_values_of_other_units_do_not_matter(quantizer):
+    """And those of the same unit do, where it has several."""
+    unit = quantizer.unit or M
+    values = vector()
+    others = values.copy()
+    others[unit : 2 * unit] *= 100
+    before, after = coded(quantizer, values), coded(quantizer, others)
+    np.testing.assert_array_equal(after[:unit], before[:unit])
+    np.testing.assert_array_equal(after[2 * unit :], before[2 * unit :])
+    if quantizer.unit != 1 and getattr(quantizer, "norm", None) != "one":
+        others[: min(unit, M) // 2] *= 100
+        assert (coded(quantizer, others)[unit // 2 : unit] != before[unit // 2 : unit]).any()
+
+
 @pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if isinstance(q, Scaled)], ids=str)
 @pytest.mark.parametrize("m", quick([25_353, 15_360, 8_192], 25_353))
 def test_pieces_are_coded_as_the_whole(monkeypatch, quantizer, m: int):
