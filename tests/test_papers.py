@@ -5,6 +5,8 @@ import json
 import math
 import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -23,7 +25,9 @@ from examples.papers.times import MODELLED, PingPong, Synchronised, TimeToAccura
 from examples.tasks import MODELS
 from jsparse import cost
 from jsparse.bench.forms import FORMS
+from processes import free_port
 
+ROOT = pathlib.Path(__file__).parent.parent
 DATA = os.environ.get("JSPARSE_DATA")
 TINY: dict[type, dict[str, Any]] = {
     Convergence: {
@@ -116,6 +120,46 @@ def test_a_figure_is_made_and_goes_on(tmp_path, monkeypatch, name):
     papers.main([name, "--out", str(tmp_path)])
     assert lines.read_text() == text
     (plot,) = tmp_path.glob("*.png")
+
+
+# One row at a tiny size.
+PROGRAM = """
+import dataclasses, sys
+from examples.papers import __main__ as papers
+tiny = dict({tiny!r}, seeds=1)
+papers.FIGURES = {{"gtopk 1": dataclasses.replace(papers.FIGURES["gtopk 1"], small=tiny)}}
+papers.main([*sys.argv[1:], "gtopk 1"])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_training_in_several_processes(count, tmp_path):
+    """Both processes make each run together, and the file has it once, as of one process."""
+    text = PROGRAM.format(tiny=TINY[Convergence])
+    options = ["--out", str(tmp_path), "--distributed", f"localhost:{free_port()}", "--processes", str(count), "--rank"]
+    started = [
+        subprocess.Popen([sys.executable, "-c", text, *options, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(count)
+    ]
+    try:
+        out = [process.communicate(timeout=480)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * count
+    assert "accuracy" in out[0]
+    assert not any("accuracy" in text for text in out[1:])
+    lines = [json.loads(line) for line in (tmp_path / "gtopk_1.jsonl").read_text().splitlines()]
+    assert [line["algorithm"] for line in lines] == ["dense", "topk_allgather", "gtopk"]
+    assert {line["workers"] for line in lines} == {2}
+    assert {line["steps"] for line in lines} == {200 // 32}
+    # By one process, without this option.
+    figure = dataclasses.replace(papers.FIGURES["gtopk 1"], small={**TINY[Convergence], "seeds": 1})
+    alone = make(figure, tmp_path / "alone.jsonl", full=False, files=None)
+    for line, other in zip(lines, alone, strict=True):
+        np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-4)
+        assert line["bytes"] == other["bytes"]
 
 
 def test_files_have_names_of_their_own():

@@ -14,6 +14,10 @@ files::
     python -m examples.papers all --data-dir DIR --out papers --minutes 60
 
 What is measured over slow links needs Linux and root.
+
+Trainings also run in several processes, such as one for each machine of a cluster, with the same
+options and ``--distributed`` (docs/clusters.md). All processes must see the directories. The other
+figures are made by one process.
 """
 
 import argparse
@@ -27,6 +31,8 @@ import time
 import jax
 import rich.console
 import rich.markup
+
+from jsparse.cli import processes
 
 from . import a2sgd, commlib, gtopk, oktopk, scale, thesis
 from .convergence import Convergence
@@ -63,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--full", action="store_true", help="at the papers' sizes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--show", action="store_true", help="show the runs that there are, and make none")
+    processes.add_arguments(parser)
     args = parser.parse_args(argv)
     console = rich.console.Console(width=140)
     if not args.figure:
@@ -80,6 +87,12 @@ def main(argv: list[str] | None = None) -> None:
     devices = max(workers_of(FIGURES[name], args.full) for name in names)
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", devices)
+    try:
+        processes.join(args)
+    except ValueError as error:
+        parser.error(str(error))
+    first = not args.distributed or jax.process_index() == 0
+    console.quiet = not first
     args.out.mkdir(parents=True, exist_ok=True)
     failed = False
     until = -math.inf if args.show else time.monotonic() + 60 * args.minutes
@@ -89,13 +102,16 @@ def main(argv: list[str] | None = None) -> None:
         if isinstance(figure, Synchronised | PingPong | TimeToAccuracy) and os.geteuid() and not args.show:
             console.print("not run: it makes networks, for which it has to be root")
             continue
+        if args.distributed and not isinstance(figure, Convergence):
+            console.print("not run: one process makes it, without --distributed")
+            continue
         try:
             lines = make(figure, args.out / file_of(name, ".jsonl"), full=args.full, files=args.data_dir, until=until)
         except ValueError as error:
             console.print(f"[red]not run[/red]: {rich.markup.escape(str(error))}", highlight=False)
             failed = True
             continue
-        if lines:
+        if lines and first:
             console.print(figure.table(lines))
             figure.draw(lines, args.out / file_of(name, ".png"))
     if failed:

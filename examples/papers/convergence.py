@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import rich.progress
 import rich.table
@@ -73,8 +74,15 @@ class Convergence(Figure):
 
     def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
         task = task_of(setting["model"], setting["data"], files, setting["seed"], setting["examples"])
-        options = argparse.Namespace(**setting, learning_rate=setting["rate"], checkpoint=None)
-        with rich.progress.Progress(transient=True) as progress:
+        each, rest = divmod(setting["workers"], jax.process_count())
+        if rest:
+            raise ValueError(
+                f"{setting['workers']} workers can't be divided among {jax.process_count()} processes: start a number "
+                "of processes that divides them"
+            )
+        own = setting | {"workers": each, "learning_rate": setting["rate"], "checkpoint": None}
+        options = argparse.Namespace(**own)
+        with rich.progress.Progress(transient=True, disable=jax.process_index() > 0) as progress:
             run = train.train(setting["algorithm"], task, options, progress)
         every = run["steps_per_epoch"]
         last = np.arange(every, len(run["loss"]) + 1, every)

@@ -10,7 +10,9 @@ from typing import Any, Self
 
 import jax
 import matplotlib
+import numpy as np
 import rich.table
+from jax.experimental import multihost_utils
 
 from examples import lines as runs
 
@@ -81,6 +83,8 @@ def make(
 ) -> list[Line]:
     """Makes the runs that a file lacks, and adds each to it as a line.
 
+    Several processes make a run together. All of them read the file, and the first one writes it.
+
     Args:
       figure: whose runs.
       path: of the lines, JSON objects.
@@ -93,14 +97,20 @@ def make(
     """
     lines, own = runs.read(path), []
     for setting in figure.settings(full, lines):
-        if not found(lines, setting) and time.monotonic() <= until:
+        if not found(lines, setting) and first_says(time.monotonic() <= until):
             start = time.perf_counter()
             line = setting | figure.measure(setting, files)
             lines.append(line | {"took": time.perf_counter() - start})
-            runs.add(path, lines[-1])
+            if jax.process_index() == 0:
+                runs.add(path, lines[-1])
             jax.clear_caches()
         own += found(lines, setting)[:1]
     return own
+
+
+def first_says(answer: bool) -> bool:
+    """The answer of the first process, so that all do the same."""
+    return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
 
 def found(lines: Sequence[Line], wanted: Mapping[str, Any]) -> list[Line]:
