@@ -1,12 +1,13 @@
 """Loss for a byte: which method reaches the lowest validation loss for the bytes that it sends?
 
 A Transformer learns to predict the next byte of a text, of which each of four workers reads its
-own quarter. Every method takes as many steps, with as many rows. It has six runs to tune its rates
-in, with one seed; the best rates are run with two more. (Some methods, which differ little from
-others or send much, are run with two rates and one seed.) Bytes are those of ``jsparse.stats``. A
-budget is a part of what dense sums send: sparse methods take the density, and rounds the number of
-steps, that keep within it, the former in their dearest step. Methods that have neither send what
-they send.
+own quarter. Every method reads as many rows. Bytes are those of ``jsparse.stats``. A budget is a
+part of what dense sums send: sparse methods take the density, and rounds the number of steps, that
+keep within it, the former in their dearest step. Methods that have neither send what they send.
+
+A method has six runs to tune its rates in, with one seed, at a budget of 1/256. The best rates are
+run with two more seeds, and once at other budgets. (Some methods, which differ little from others
+or send much, are run with two rates and one seed.)
 
 All runs are in one process that stands for the workers. DIR has a ``train.txt`` and a
 ``valid.txt``, such as those of WikiText-2. Runs are lines of a file. What is in it is not run
@@ -156,6 +157,21 @@ def rounds(
     return Method(make, ADAM[1::2], outers, budgets)
 
 
+def fewer_steps() -> Method:
+    """AdamW with dense sums of larger batches, as few of them as keep within the budget."""
+
+    def make(loss_fn, params, schedule, setting):
+        fit = next(count for count in range(setting.budget, setting.steps + 1) if setting.steps % count == 0)
+
+        def mean_of_rows(params, batch):
+            return loss_fn(params, jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), batch))
+
+        tx = optax.chain(DENSE, adamw(lambda count: schedule(fit * count + fit // 2)))
+        return jsparse.train_step(mean_of_rows, tx, None, AXIS), fit
+
+    return Method(make, ADAM, budgets=(256, 32))
+
+
 def nesterov(rate: float) -> optax.GradientTransformation:
     return optax.sgd(rate, momentum=0.9, nesterov=True)
 
@@ -190,13 +206,16 @@ SPARSELOCO = jsparse.sparse_allreduce(
 )
 METHODS = {
     "dense": every_step(lambda params, schedule, setting: optax.chain(DENSE, adamw(schedule))),
+    "dense, fewer steps": fewer_steps(),
     # The inner optimizer of MuLoCo, in every step.
     "dense, muon": every_step(lambda params, schedule, setting: optax.chain(DENSE, muon(schedule))),
     "topk_allgather": sparse(lambda density: jsparse.topk_allgather(AXIS, density=density, wire=BF16), budgets=THREE),
     "oktopk": sparse(lambda density: jsparse.oktopk(AXIS, density=density, wire=BF16), budgets=THREE),
     "gtopk": sparse(lambda density: jsparse.gtopk(AXIS, density=density, wire=BF16)),
     "scalecom": sparse(lambda density: jsparse.scalecom(AXIS, density=density)),
-    "dgc": sparse(lambda density: jsparse.dgc(AXIS, density=density, wire=BF16, clip_norm=1.0), optax.sgd, rates=SGD),
+    "dgc": sparse(
+        lambda density: jsparse.dgc(AXIS, density=density, wire=BF16, clip_norm=1.0), optax.sgd, (256, 32), rates=SGD
+    ),
     # The estimate is a momentum already.
     "ef21": sparse(
         lambda density: jsparse.ef21_changes(AXIS, density=density, wire=BF16),
@@ -233,13 +252,13 @@ METHODS = {
             jsparse.quantized(AXIS, quantize=quantize.Float4()), adamw(schedule)
         )
     ),
-    "local averaging": rounds(DENSE, optax.sgd, (0.7, 1.0)),
-    "diloco": rounds(DENSE, nesterov, (0.4, 0.7)),
+    "local averaging": rounds(DENSE, optax.sgd, (0.7, 1.0), budgets=(256, 32)),
+    "diloco": rounds(DENSE, nesterov, (0.4, 0.7), budgets=(256, 32)),
     "diloco, 4 bits": rounds(FOUR_BITS, nesterov, (0.4, 0.7), budgets=THREE),
     "muloco, 4 bits": rounds(
         FOUR_BITS, functools.partial(optax.sgd, momentum=0.6, nesterov=True), (0.4, 0.7), muon, THREE
     ),
-    "streaming, 4 bits": rounds(FOUR_BITS, nesterov, (0.2, 0.4), fragments=2, overlap=2, merge=0.5),
+    "streaming, 4 bits": rounds(FOUR_BITS, nesterov, (0.2, 0.4), budgets=(256, 32), fragments=2, overlap=2, merge=0.5),
     "sparseloco": rounds(SPARSELOCO, optax.sgd, (1.0, 3.0), budgets=THREE),
     "gaussiank": sparse(lambda density: jsparse.gaussiank(AXIS, density=density, wire=BF16), **ONCE),
     "topk_dsa": sparse(lambda density: jsparse.topk_dsa(AXIS, density=density, wire=BF16), **ONCE),
@@ -336,18 +355,13 @@ def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dic
     """What is to be run, in an order in which an early end leaves most.
 
     First all rates of all methods, at 1/256 or without a budget. Then the best of these, with a
-    second seed, at the other budgets, and with a third seed. Last all other rates at those.
+    second seed, once at the other budgets, and with a third seed.
     """
-
-    def tried(first: bool) -> Iterator[Setting]:
-        for name in methods:
-            for budget in METHODS[name].budgets:
-                if (budget in (0, 256)) == first and budget in (0, *budgets):
-                    for rate in METHODS[name].rates:
-                        for outer in METHODS[name].outers:
-                            yield Setting(name, budget, rate, outer, 0, steps)
-
-    yield from tried(first=True)
+    for name in methods:
+        if (budget := METHODS[name].budgets[0]) in (0, *budgets):
+            for rate in METHODS[name].rates:
+                for outer in METHODS[name].outers:
+                    yield Setting(name, budget, rate, outer, 0, steps)
     chosen = {name: best(of(lines, name, METHODS[name].budgets[0], steps, 0)) for name in methods}
 
     def again(seed: int) -> Iterator[Setting]:
@@ -363,7 +377,6 @@ def settings(methods: list[str], budgets: list[int], steps: int, lines: list[dic
                 yield Setting(name, budget, found["rate"], found["outer"], 0, steps)
     for seed in others:
         yield from again(seed)
-    yield from tried(first=False)
 
 
 def of(lines: list[dict[str, Any]], name: str, budget: int, steps: int, seed: int) -> list[dict[str, Any]]:
