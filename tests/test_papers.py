@@ -21,7 +21,7 @@ from examples.papers.convergence import Convergence, task_of
 from examples.papers.figure import make
 from examples.papers.model import Model
 from examples.papers.records import Record
-from examples.papers.times import MODELLED, PingPong, Synchronised, TimeToAccuracy
+from examples.papers.times import MODELLED, PingPong, Synchronised, TimeToAccuracy, Tuned
 from examples.tasks import MODELS
 from jsparse import cost
 from jsparse.bench.forms import FORMS
@@ -66,7 +66,9 @@ def devices() -> None:
 
 def kind(figure: Any) -> type:
     return next(
-        kind for kind in (*TINY, Model, Bench, PingPong, Synchronised, TimeToAccuracy) if isinstance(figure, kind)
+        kind
+        for kind in (*TINY, Model, Bench, PingPong, Synchronised, TimeToAccuracy, Tuned)
+        if isinstance(figure, kind)
     )
 
 
@@ -176,6 +178,12 @@ def printed(*arguments: str) -> str:
         (path,) = (a.removeprefix("--out=") for a in arguments if a.startswith("--out="))
         samples = [{"what": "ping-pong", "words": words, "seconds": 1e-4 * words} for words in (1, 256)]
         figures = {"links": {"between": {"alpha": 1e-4, "beta": 1e-8}}, "samples": {"between": samples}}
+        # The more candidates, the more forms, each faster than the one before.
+        forms = ["dense", "oktopk", "gtopk"][: 2 + ("--candidates=99" in arguments)]
+        figures["measured"] = [
+            {"name": name, "synchronisation_ms": {"median": 9.0 / 3**i}} for i, name in enumerate(forms)
+        ]
+        figures["recommended"] = forms[-1]
         pathlib.Path(path).write_text(json.dumps({"tune": figures}))
         return ""
     match arguments[1]:
@@ -192,7 +200,8 @@ def printed(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised)]
+    "name",
+    [name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised | Tuned)],
 )
 def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
     monkeypatch.setattr(times, "command", printed)
@@ -202,6 +211,15 @@ def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
     papers.FIGURES[name].draw(lines, tmp_path / "x.png")
     assert papers.FIGURES[name].table(lines).row_count
     assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_what_tune_recommends_is_beside_what_is_fastest(tmp_path, monkeypatch):
+    monkeypatch.setattr(times, "command", printed)
+    figure: Any = papers.FIGURES["scale tune"]
+    table = figure.table(make(figure, tmp_path / "lines.jsonl", full=False, files=None))
+    assert table.row_count == len(figure.cases) == 4
+    row = [list(column.cells)[0] for column in table.columns]
+    assert row == ["4", "1gbit", "14,728,266", "1 %", "oktopk", "3.0", "gtopk", "1.0", "3.00", "9.0"]
 
 
 def test_runs_of_other_settings_are_left_out(tmp_path, monkeypatch):

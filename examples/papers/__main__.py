@@ -37,7 +37,7 @@ from jsparse.cli import processes
 from . import a2sgd, commlib, gtopk, oktopk, scale, thesis
 from .convergence import Convergence
 from .figure import Figure, make
-from .times import PingPong, Synchronised, TimeToAccuracy
+from .times import PingPong, Synchronised, TimeToAccuracy, Tuned
 
 PAPERS = {"oktopk": oktopk, "gtopk": gtopk, "a2sgd": a2sgd, "commlib": commlib, "thesis": thesis, "scale": scale}
 FIGURES: dict[str, Figure] = {
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in names:
         figure = FIGURES[name]
         console.print(f"\n[bold]{name}[/bold]: {figure.claim}", highlight=False)
-        if isinstance(figure, Synchronised | PingPong | TimeToAccuracy) and os.geteuid() and not args.show:
+        if isinstance(figure, Synchronised | PingPong | TimeToAccuracy | Tuned) and os.geteuid() and not args.show:
             console.print("not run: it makes networks, for which it has to be root")
             continue
         if args.distributed and not isinstance(figure, Convergence):

@@ -1,6 +1,6 @@
 """The cost model beside what is measured, by workers, lengths and densities; time to accuracy."""
 
-from .times import Synchronised, TimeToAccuracy
+from .times import Synchronised, TimeToAccuracy, Tuned
 
 FORMS = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
 CLAIM = "Does communication take as long as jsparse.cost predicts?"
@@ -26,6 +26,15 @@ FIGURES = {
         densities=(0.001, 0.01, 0.1),
         over="density",
         small={"sizes": (1_472_826,), "rates": ("100mbit",), "repeats": 5},
+    ),
+    "tune": Tuned(
+        "Does jsparse tune recommend what then is fastest?",
+        cases=(
+            (4, "1gbit", 14_728_266, 0.01),
+            (4, "100mbit", 1_472_826, 0.001),
+            (2, "1gbit", 147_282, 0.01),
+            (8, "100mbit", 147_282, 0.1),
+        ),
     ),
     "time to accuracy": TimeToAccuracy(
         "Does training gain what synchronisation gains?",

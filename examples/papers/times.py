@@ -172,6 +172,15 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
+def tuned(hosts: int, rate: str, *options: str) -> dict[str, Any]:
+    """The figures of ``jsparse tune`` on hosts with shaped links."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "tune.json"
+        tune = [sys.executable, "-m", "jsparse", "tune", *options, "--distributed=env", f"--out={path}"]
+        command("network", f"--hosts={hosts}", f"--rate={rate}", "--", *tune)
+        return json.loads(path.read_text())["tune"]
+
+
 @functools.cache
 def ping_pong(rate: str) -> dict[str, Any]:
     """What ``jsparse tune`` measures between two hosts with a shaped link.
@@ -180,11 +189,7 @@ def ping_pong(rate: str) -> dict[str, Any]:
       ``"link"``, with ``alpha`` and ``beta``, seconds of a message and of a word; and its
       ``"samples"``.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        path = pathlib.Path(directory) / "tune.json"
-        tune = [sys.executable, "-m", "jsparse", "tune", "--parameters=10000", "--candidates=1"]
-        command("network", "--hosts=2", f"--rate={rate}", "--", *tune, "--distributed=env", f"--out={path}")
-        figures = json.loads(path.read_text())["tune"]
+    figures = tuned(2, rate, "--parameters=10000", "--candidates=1")
     between = next(iter(figures["links"]))
     return {"link": figures["links"][between], "samples": figures["samples"][between]}
 
@@ -226,6 +231,63 @@ class PingPong(Figure):
             axes.set(xlabel="words", ylabel="ms", xscale="log", yscale="log", title=line["rate"])
 
         return [functools.partial(draw, line) for line in lines]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned(Figure):
+    """Whether what ``jsparse tune`` recommends is the fastest, over shaped links.
+
+    It measures only what the cost model expects to be fast. In a second run it measures all.
+
+    Attributes:
+      cases: hosts, rate, length and density.
+    """
+
+    ALL = 99
+
+    cases: tuple[tuple[int, str, int, float], ...]
+
+    def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
+        for case in self.sized(full).cases:
+            for candidates in (4, self.ALL):
+                names = ("hosts", "rate", "size", "density")
+                yield {"full": full, **dict(zip(names, case, strict=True)), "candidates": candidates}
+
+    def measure(self, setting: Setting, files: pathlib.Path | None) -> Line:
+        names = {"size": "parameters", "density": "density", "candidates": "candidates"}
+        options = [f"--{option}={setting[name]}" for name, option in names.items()]
+        figures = tuned(setting["hosts"], setting["rate"], *options)
+        times = {result["name"]: result["synchronisation_ms"] for result in figures["measured"]}
+        return {"recommended": figures["recommended"], "times": times}
+
+    def table(self, lines: Sequence[Line]) -> rich.table.Table:
+        rows = []
+        for line in found(lines, {"candidates": self.ALL}):
+            case = {name: line[name] for name in ("hosts", "rate", "size", "density")}
+            times = line["times"]
+            dense, best = times["dense"]["median"], min(times, key=lambda form: times[form]["median"])
+            for own in (one for one in found(lines, case) if one is not line):
+                name = own["recommended"]
+                own_ms, best_ms = (times.get(name) or own["times"][name])["median"], times[best]["median"]
+                rows.append(
+                    (
+                        *(str(line[key]) for key in ("hosts", "rate")),
+                        f"{line['size']:,}",
+                        f"{100 * line['density']:g} %",
+                        *(name, f"{own_ms:,.1f}", best, f"{best_ms:,.1f}", f"{own_ms / best_ms:.2f}", f"{dense:,.1f}"),
+                    )
+                )
+        columns = ("hosts", "rate", "n", "density", "recommended", "ms", "fastest of all", "ms", "ratio", "dense")
+        return shown("what jsparse tune recommends", "ms of a synchronisation with a dense update", columns, rows)
+
+    def panels(self, lines: Sequence[Line]) -> list[Any]:
+        def draw(line: Line, axes: Axes) -> None:
+            names = sorted(line["times"], key=lambda name: -line["times"][name]["median"])
+            axes.barh(names, [line["times"][name]["median"] for name in names])
+            axes.set(xlabel="ms", xscale="log")
+            axes.set_title(f"{line['hosts']} hosts, {line['rate']}, n {line['size']:,}, {100 * line['density']:g} %")
+
+        return [functools.partial(draw, line) for line in found(lines, {"candidates": self.ALL})]
 
 
 @dataclasses.dataclass(frozen=True)
