@@ -218,7 +218,7 @@ def test_what_tune_recommends_is_beside_what_is_fastest(tmp_path, monkeypatch):
     figure: Any = papers.FIGURES["scale tune"]
     table = figure.table(make(figure, tmp_path / "lines.jsonl", full=False, files=None))
     assert table.row_count == len(figure.cases) == 4
-    row = [list(column.cells)[0] for column in table.columns]
+    row = [next(iter(column.cells)) for column in table.columns]
     assert row == ["4", "1gbit", "14,728,266", "1 %", "oktopk", "3.0", "gtopk", "1.0", "3.00", "9.0"]
 
 

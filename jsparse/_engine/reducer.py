@@ -196,7 +196,7 @@ class Whole(Reducer):
         summed = x if self.unit == 1 else layout.align(x, self.unit, self.unit * comm.size)
         total, delivered, state = self.allreduce(comm, summed, state, step=step, wire=Full().at(step))
         if self.unit > 1:
-            total, delivered = (layout.unalign(each, self.unit) for each in (total, delivered))
+            total, delivered = (layout.unalign(to_dense(each), self.unit) for each in (total, delivered))
         return Reduced(acc, x, delivered, total, counts_of_whole(acc), state)
 
 
