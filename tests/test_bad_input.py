@@ -24,6 +24,10 @@ def general(**kwargs):
     return jsparse.sparse_allreduce(AXIS, select=select.TopK(0.1), allreduce=allreduce.TopkAllGather(), **kwargs)
 
 
+def signs():
+    return jsparse.quantized(AXIS, quantize=quantize.Sign())
+
+
 def topk(**kwargs):
     return jsparse.topk_allgather(AXIS, density=0.1, **kwargs)
 
@@ -98,6 +102,12 @@ ARGUMENTS = [
     (lambda: jsparse.phases(((5, topk()), jsparse.dense(AXIS)), flush=False), "leave flush out"),
     (lambda: jsparse.phases(((5, topk()), jsparse.vote(AXIS))), "phase 1 .* MajorityVote.* makes no sum"),
     (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), topk())), "phase 0 .* Orthonormal.* makes no sum"),
+    (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), jsparse.vote(AXIS))), "phase 1 .* MajorityVote.* makes no"),
+    (lambda: jsparse.phases(((5, signs()), jsparse.vote(AXIS))), "phase 1 .* MajorityVote.* makes no sum"),
+    (lambda: jsparse.phases(((5, jsparse.vote(AXIS)), signs())), "phase 0 .* MajorityVote.* makes no sum"),
+    (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), jsparse.dense(AXIS))), "phase 0 .* Orthonormal.* makes"),
+    (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), jsparse.scale_by_dion(AXIS))), "phase 1 .* Orthonormal"),
+    (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), jsparse.vote(AXIS))), "makes no sum"),
     (lambda: jsparse.dion(AXIS, 0.1, others=0.1), "others is 0.1"),
     (lambda: jsparse.dion(AXIS, 0.1, matrices={"w": True}), "matrices is {'w': True}"),
     (lambda: quantize.Rotated(quantize.Int4(), seed=-1), "seed is -1"),

@@ -73,10 +73,14 @@ def test_at_density_one_it_is_momentum():
 
 
 def test_a_dense_phase_delivers_the_residual():
+    """A step that is not finite is skipped, as the docs say."""
     changes = jsparse.phases(((3, jsparse.ef21_changes(AXIS, density=K / N)), jsparse.dense(AXIS)))
-    state, update = start(optax.chain(changes, optax.trace(1.0)))
-    for gradient in gradients(4):
+    state, update = start(optax.chain(changes, optax.apply_if_finite(optax.trace(1.0), 5)))
+    for number, gradient in enumerate(gradients(5)):
+        if number == 1:
+            gradient[2, 17] = np.nan
         updates, state = update(leaves(gradient), state)
+        assert np.isfinite(flat(updates)).all()
     memory = state[0].buckets[0].memory
     assert not np.any(memory.residual)
     np.testing.assert_allclose(flat(updates)[0], np.asarray(memory.velocity).mean(0), atol=1e-5)

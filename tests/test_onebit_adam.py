@@ -128,6 +128,52 @@ def test_a_short_leaf_has_a_scale_of_its_own_values():
         np.testing.assert_allclose(updates["bias"], exact, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bucket", [511, 512])
+def test_parts_of_workers_begin_with_a_bucket(bucket: int):
+    """With three workers, and buckets of an odd length too."""
+    sign = jsparse.quantize.Sign(bucket, zeros=False, norm="rms")
+    tx = jsparse.onebit_momentum(AXIS, freeze_step=1, momentum=0.0, quantize=sign)
+    zeros, scales = [jnp.zeros(511)] * 3, (1.0, 1e-6, 1.0)
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(3))
+    gradient = [jnp.full((3, 511), scale) for scale in scales]
+    for _ in range(3):
+        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+    for update, scale in zip(updates, scales, strict=True):
+        np.testing.assert_allclose(update, scale, rtol=1e-5)
+
+
+def test_the_end_of_a_leaf_has_a_scale_of_its_own():
+    """513 elements are a bucket, and another of the last alone."""
+    tx = jsparse.onebit_momentum(AXIS, freeze_step=1, momentum=0.0)
+    zeros = jnp.zeros(513)
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
+    gradient = jnp.ones((SIZE, 513)).at[:, -1].set(1e-5)
+    for _ in range(3):
+        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+    np.testing.assert_allclose(updates, gradient, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [jsparse.onebit_adam, jsparse.dion])
+def test_a_bad_step_is_skipped_by_what_follows(make):
+    """As docs/non_finite.md says."""
+    options = {"freeze_step": 2} if make is jsparse.onebit_adam else {}
+    if make is jsparse.dion:
+        options["others"] = optax.apply_if_finite(optax.adam(0.1), 5)
+    tx = optax.chain(make(AXIS, 0.1, **options), optax.apply_if_finite(optax.identity(), 5))
+    params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
+    state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(SIZE))
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, params), axis_name=AXIS))
+    rng = np.random.default_rng(0)
+    for number in range(5):
+        gradient = jax.tree.map(lambda p: rng.standard_normal((SIZE, *p.shape)).astype(np.float32), params)
+        if number in (1, 3):
+            gradient["matrix"][1, 0, 0] = gradient["vector"][2, 1] = np.nan
+        updates, state = update(gradient, state)
+        for leaf in jax.tree.leaves(updates):
+            assert np.isfinite(leaf).all()
+            assert (np.abs(leaf).max() > 0) == (number not in (1, 3))
+
+
 def test_what_it_sends():
     """Bits and scales, one for each 512."""
     tx = jsparse.onebit_momentum("data", freeze_step=1)

@@ -259,3 +259,36 @@ def test_phases_of_leaves_without_elements():
     updates, state = jax.vmap(tx.update, axis_name=AXIS)(grads, state)
     assert updates["a"].shape == (SIZE, 3, 0)
     assert (state.step == 1).all()
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ((2, dense()), jsparse.scale_by_dion(AXIS, rank_fraction=0.5)),
+        ((2, dense()), (1, jsparse.vote(AXIS)), dense()),
+    ],
+    ids=["dense, dion", "dense, vote, dense"],
+)
+def test_phases_whose_updates_are_no_sums(stages):
+    """Where nothing is pending, each phase is as by itself."""
+    params = {"matrix": jnp.zeros((4, 4)), "vector": jnp.zeros(3)}
+    rng = np.random.default_rng(0)
+    given = [jax.tree.map(lambda p: rng.standard_normal((2, *p.shape)).astype(np.float32), params) for _ in range(4)]
+
+    def run(tx, gradients):
+        state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(2))
+        for gradient in gradients:
+            updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradient, state)
+            yield updates
+
+    found = list(run(jsparse.phases(stages), given))
+    begin = 0
+    for stage in stages:
+        length, tx = stage if isinstance(stage[0], int) else (4 - begin, stage)
+        alone = list(run(tx, given[begin : begin + length]))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[begin : begin + length], alone
+        )
+        begin += length
+    # Dion's momentum goes on where its rank changes.
+    jsparse.phases(((2, jsparse.scale_by_dion(AXIS)), jsparse.scale_by_dion(AXIS, rank_fraction=0.5)))

@@ -251,3 +251,14 @@ def test_a_mean_over_contributors():
 def test_a_mean_over_contributors_needs_a_gathered_sum():
     with pytest.raises(ValueError, match="counts who sent an element"):
         next(run(composed(mean=over_contributors, allreduce=OkTopk()), gradients(1)))
+
+
+def test_leaves_that_go_densely_have_a_mean_over_workers():
+    """All workers contribute to them, and the others' elements have a mean over those who do."""
+    tx = jsparse.demo(AXIS, k=2, chunk=2, dense_below=3)
+    given = {"small": jnp.array([[1.0, 2.0], [3.0, 6.0]]), "large": jnp.arange(16.0).reshape(2, 8)}
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), given)
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(2))
+    updates, _ = jax.vmap(tx.update, axis_name=AXIS)(given, state)
+    np.testing.assert_allclose(updates["small"], [[2.0, 4.0]] * 2)
+    assert np.abs(updates["large"]).max() > 0

@@ -56,8 +56,7 @@ def over_contributors(total: SparseVector | jax.Array, workers: int) -> Quotient
     if not isinstance(total, SparseVector) or total.values.ndim == 1:
         raise ValueError(
             'mean="contributors" counts who sent an element, and this all-reduce no longer knows it: '
-            "take allreduce=TopkAllGather(), no dense_below, and of a sharded model no leaf that a worker's devices "
-            "can't divide"
+            "take allreduce=TopkAllGather()"
         )
     ones = jnp.where(total.indices < total.n, 1, 0).astype(total.values.dtype)
     union = total.union()

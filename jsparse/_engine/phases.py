@@ -124,7 +124,8 @@ def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, f
 
     Raises:
       ValueError: the stages are not of that form, or do not fit together. So :func:`vote` and
-        :func:`scale_by_dion`, whose updates are no sums, are refused beside sparse phases.
+        :func:`scale_by_dion`, whose updates are no sums, are refused beside phases with error
+        feedback, and Dion before dense ones.
 
     Example (the warm-up of gTop-k, with epochs of 100 steps)::
 
@@ -196,10 +197,11 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
             raise ValueError(f"{where}: bucket_bytes cuts the vector, but they have one residual for it; leave it out")
         if stage.reducer.staleness:
             raise ValueError(f"{where}: sums that arrive late would be lost at its end; take staleness=0")
-        if sparse and not stage.reducer.conserves:
+        if any(_loses(stage, other, after=i > number) for i, other in enumerate(stages)):
             raise ValueError(
-                f"{where}: {stage.reducer} makes no sum of what it takes, so the residual that sparse phases leave "
-                "would be lost; train with it in a run of its own, from jsparse.init on"
+                f"{where}: {stage.reducer} makes no sum of what it takes. The residual of another phase would be lost "
+                "in it, or its momentum would be delivered by a phase that follows. Train with it in a run of its "
+                "own, from jsparse.init on; dense phases may come before it"
             )
         if stage in keeping:
             for part in ("space", "memory"):
@@ -216,6 +218,17 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
             "the last phase is dense, and flush is False, so the residual would never be delivered; leave flush out"
         )
     return Phased(tuple(fitted), tuple(itertools.accumulate(lengths, initial=0)), shared)
+
+
+def _loses(stage: Composition, other: Composition, *, after: bool) -> bool:
+    """Whether a phase can't share its memory with another, which may follow it.
+
+    Phases of a reducer that conserves nothing, such as Dion's, share a momentum. It is not what
+    others call a residual.
+    """
+    if stage.reducer.conserves or type(stage.reducer) is type(other.reducer):
+        return False
+    return other.memory.feeds_back or (after and stage.memory.feeds_back)
 
 
 def _differing(part: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:

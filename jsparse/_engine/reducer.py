@@ -1,6 +1,7 @@
 """Reducers: how one vector is summed over the workers."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -193,7 +194,9 @@ class Whole(Reducer):
         acc = pending.add_up()
         # Without a kept vector, what does not count is zero already.
         x = acc if pending.vector is None else jnp.where(keep, acc, 0)
-        summed = x if self.unit == 1 else layout.align(x, self.unit, self.unit * comm.size)
+        # The workers' parts have an even length.
+        multiple = math.lcm(self.unit, 2) * comm.size
+        summed = x if self.unit == 1 else layout.align(x, self.unit, multiple)
         total, delivered, state = self.allreduce(comm, summed, state, step=step, wire=Full().at(step))
         if self.unit > 1:
             total, delivered = (layout.unalign(to_dense(each), self.unit) for each in (total, delivered))

@@ -292,7 +292,9 @@ class Composition(Synchroniser):
             parts = self.space.enter(inner, bucket, bucket.take(leaves), keep, limit)
             pending, kept = memory.accumulate(before.memory, layout, parts, keep, comm.size)
             done = reducer(comm, pending, before.reducer, layout=layout, step=step, keep=keep)
-            kept, quotient = memory.retain(kept, done, self.mean(done.total, self.workers), keep, comm.size)
+            # Every worker contributes to what goes densely.
+            mean = self.mean if reducer is self.reducer else over_workers
+            kept, quotient = memory.retain(kept, done, mean(done.total, self.workers), keep, comm.size)
             total = self.space.leave(inner, bucket, quotient.total)
             updated = count_filled(total) if reducer.sparse else count(total)
             outcomes[i] = Outcome(quotient._replace(total=total), BucketState(kept, done.state), done.counts, updated)

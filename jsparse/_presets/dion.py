@@ -142,8 +142,9 @@ def dion(
 
     **Cost**: that of :func:`scale_by_dion`, and a dense all-reduce of all other leaves. The two
     are separate: if a gradient is not finite, the updates of its part are NaN, and those of the
-    other are not. Momenta stay as they were; for the state of the others pass
-    ``others=optax.apply_if_finite(...)``.
+    other are not. Momenta stay as they were. To skip such a step, pass
+    ``others=optax.apply_if_finite(..., 5)`` for the state of the others, and put
+    ``optax.apply_if_finite(optax.identity(), 5)`` after all.
 
     References:
       Ahn et al., Dion: Distributed Orthonormalized Updates, 2025.

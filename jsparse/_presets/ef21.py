@@ -58,8 +58,9 @@ def ef21_changes(
     Each worker keeps the momentum ``v = m v + (1 - m) g``. It selects from what of ``v`` it has
     not yet delivered. The update is the mean of what is delivered: a change of the mean momentum,
     not a gradient. Their sum over all steps is what :func:`ef21` returns. This function is for
-    :func:`sync`, and for :func:`phases`: put ``optax.trace(1.0, accumulator_dtype=jnp.float32)``
-    after them.
+    :func:`sync`, and for :func:`phases`: put ``optax.apply_if_finite(optax.chain(sum, sgd), 5)``
+    after them, where ``sum`` is ``optax.trace(1.0, accumulator_dtype=jnp.float32)``. Alone it
+    would keep a NaN for ever.
 
     Args:
       comm, density, momentum, allreduce: as in :func:`ef21`.

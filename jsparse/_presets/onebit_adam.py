@@ -179,6 +179,9 @@ def onebit_adam(
       tx = jsparse.onebit_adam("data", schedule, freeze_step=2000)
       step = jsparse.train_step(loss_fn, tx, mesh, "data")
 
+    A step that is not finite changes no state. To skip it, put
+    ``optax.apply_if_finite(optax.identity(), 5)`` after this.
+
     **Cost**: that of :func:`onebit_momentum`. The second moments are made of mean gradients, which
     are recovered from the momenta of two steps, to rounding.
 

@@ -211,7 +211,8 @@ def over_mesh(preset: SparseAllReduce, mesh: Mesh, axis: AxisName, specs: Any = 
     ``optax.MultiSteps`` and ``optax.apply_if_finite`` stand behind it, not around it.
 
     Args:
-      preset: such as ``jsparse.oktopk("data", density=0.01)``, or :func:`phases`; not a chain.
+      preset: such as ``jsparse.oktopk("data", density=0.01)``, or :func:`phases`; not a chain, as
+        :func:`ef21`, :func:`dion` and :func:`onebit_adam` are. Those need :func:`train_step`.
       mesh: the devices.
       axis: the mesh axis, or axes, along which the workers stand: those of the preset.
       specs: how each worker holds the parameters in shards, as ``param_specs`` of

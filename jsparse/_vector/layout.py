@@ -85,11 +85,17 @@ class Layout:
     def align(self, vector: jax.Array, unit: int, multiple: int) -> jax.Array:
         """A flat vector in which each leaf begins at a multiple of ``unit``.
 
-        A leaf is repeated until then, so that its last unit is like the rest of it. Zeros follow,
-        until the length is a multiple of ``multiple``.
+        What of a leaf is in its last unit is repeated until then, so that the unit's mean is about
+        that of the leaf's own elements. Zeros follow, until the length is a multiple of
+        ``multiple``.
         """
-        leaves = [jnp.pad(leaf.reshape(-1), (0, -leaf.size % unit), mode="wrap") for leaf in self.windows(vector)]
-        aligned = jnp.concatenate(leaves)
+        units = []
+        for begin, end in itertools.pairwise(self.offsets):
+            last = (end - begin) % unit
+            units.append(vector[begin : end - last])
+            if last:
+                units.append(jnp.pad(vector[end - last : end], (0, unit - last), mode="wrap"))
+        aligned = jnp.concatenate(units)
         return jnp.pad(aligned, (0, -aligned.size % multiple))
 
     def unalign(self, vector: jax.Array, unit: int) -> jax.Array:
