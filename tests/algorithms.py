@@ -837,6 +837,17 @@ ROWS = [
         sizes=(4,),
     ),
     Row("general-tiles", in_tiles, sizes=(3,)),
+    Row(
+        "general-contributors",
+        lambda comm, density: jsparse.sparse_allreduce(
+            comm,
+            select=jsparse.select.TopK(density),
+            allreduce=jsparse.allreduce.TopkAllGather(),
+            mean="contributors",
+        ),
+        sizes=(3, 8),
+        rule=lambda step: oracles.over_contributors(step.acc, max(1, round(DENSITY * step.acc.shape[1]))),
+    ),
     Row("general-tiles-leaf", lambda comm, density: in_tiles(comm, density, scope="leaf", dense_below=10), sizes=(3,)),
 ]
 QUICK = quick_rows()

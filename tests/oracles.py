@@ -213,6 +213,49 @@ def vote(accs: np.ndarray, **_) -> np.ndarray:
     return np.sign(np.sign(accs).sum(0))
 
 
+def over_contributors(accs: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The largest k of each worker: each element's sum over the workers that sent it, divided by
+    their number; and what each worker sent.
+    """
+    sent = np.zeros(accs.shape)
+    for mine, acc in zip(sent, accs, strict=True):
+        chosen = top_k(acc, k)
+        mine[chosen] = acc[chosen]
+    return sent.sum(0) / np.maximum(np.count_nonzero(sent, axis=0), 1), sent
+
+
+def one_bit(accs: np.ndarray, sizes: Sequence[int], bucket: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean by signs in both directions, and what each worker delivers, shape ``(P, n)``.
+
+    A leaf is cut into buckets. Its last one is filled up with its own elements, in turns. Each
+    worker owns as many buckets, of which the last ones are zeros.
+    """
+    workers = len(accs)
+    leaves = np.split(accs, np.cumsum(sizes)[:-1], axis=1)
+    rows = [leaf[:, begin : begin + bucket] for leaf in leaves for begin in range(0, leaf.shape[1], bucket)]
+    wide = np.stack([[np.resize(mine, bucket) for mine in row] for row in rows], axis=1).astype(np.float64)
+    wide = np.concatenate([wide, np.zeros((workers, -wide.shape[1] % workers, bucket))], axis=1)
+    owner = np.arange(wide.shape[1]) // (wide.shape[1] // workers)
+
+    def signs(rows: np.ndarray) -> np.ndarray:
+        return np.sqrt((rows**2).mean(-1, keepdims=True)) * np.where(rows < 0, -1, 1)
+
+    own = np.arange(workers)[:, None, None] == owner[None, :, None]
+    sent = np.where(own, wide, signs(wide))
+    total = sent.sum(0)
+    delivered = np.where(own, wide + (signs(total) - total), sent)
+
+    def narrow(rows: np.ndarray) -> np.ndarray:
+        parts, first = [], 0
+        for size in sizes:
+            count = -(-size // bucket)
+            parts.append(rows[first : first + count].reshape(-1)[:size])
+            first += count
+        return np.concatenate(parts)
+
+    return narrow(signs(total)) / workers, np.array(list(map(narrow, delivered)))
+
+
 def cyclic_top_k(accs: np.ndarray, *, density: float, step: int, **_) -> Expected:
     """CLT-k of ScaleCom: the top-k of worker t mod P says which elements all workers send."""
     k = max(1, round(density * accs.shape[1]))

@@ -357,9 +357,8 @@ def test_a_ragged_split_sends_only_what_is_selected_and_gives_the_same_bits(size
 
 
 def test_where_no_ragged_split_can_be():
-    tx = jsparse.oktopk(Ragged(AXIS), density=0.05, split="ragged", wire=jsparse.wire.Compact())
     with pytest.raises(ValueError, match="leave wire out"):
-        jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS), jnp.ones((2, 100)))
+        jsparse.oktopk(Ragged(AXIS), density=0.05, split="ragged", wire=jsparse.wire.Compact())
 
 
 def test_topk_dsa_is_ssar_split_allgather_by_another_name():

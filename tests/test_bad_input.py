@@ -108,6 +108,7 @@ ARGUMENTS = [
     (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), jsparse.dense(AXIS))), "phase 0 .* Orthonormal.* makes"),
     (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), jsparse.scale_by_dion(AXIS))), "phase 1 .* Orthonormal"),
     (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), jsparse.vote(AXIS))), "makes no sum"),
+    (lambda: jsparse.scalecom(AXIS, density=0.1, wire=jsparse.wire.Compact()), r"wire is Compact.*take wire\.Full"),
     (lambda: jsparse.dion(AXIS, 0.1, others=0.1), "others is 0.1"),
     (lambda: jsparse.dion(AXIS, 0.1, matrices={"w": True}), "matrices is {'w': True}"),
     (lambda: quantize.Rotated(quantize.Int4(), seed=-1), "seed is -1"),

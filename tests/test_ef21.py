@@ -73,7 +73,7 @@ def test_at_density_one_it_is_momentum():
 
 
 def test_a_dense_phase_delivers_the_residual():
-    """A step that is not finite is skipped, as the docs say."""
+    """Also where a step was skipped, by what the docs put after the phases."""
     changes = jsparse.phases(((3, jsparse.ef21_changes(AXIS, density=K / N)), jsparse.dense(AXIS)))
     state, update = start(optax.chain(changes, optax.apply_if_finite(optax.trace(1.0), 5)))
     for number, gradient in enumerate(gradients(5)):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jsparse
+import oracles
 from transports import AXIS
 
 SIZE, N = 4, 2048
@@ -93,6 +94,33 @@ def test_a_bad_step_changes_nothing():
         assert (np.asarray(after[1].count) == number).all()
         jax.tree.map(np.testing.assert_array_equal, (after[0].buckets, after[1]), (state[0].buckets, state[1]))
         _, state = update(gradient, state)
+
+
+@pytest.mark.parametrize("workers, bucket", [(3, 512), (4, 511), (8, 64)])
+def test_signs_are_those_of_the_oracle(workers: int, bucket: int):
+    """Leaves shorter than a bucket, of a whole one, and with a rest; parts of zeros alone."""
+    sizes = {"a": 60, "b": bucket, "c": 3 * bucket + 7, "d": 1}
+    scales = {"a": 1.0, "b": 1e-3, "c": 10.0, "d": 0.1}
+    sign = jsparse.quantize.Sign(bucket, zeros=False, norm="rms")
+    tx = jsparse.onebit_momentum(AXIS, freeze_step=1, momentum=B1, quantize=sign)
+    zeros = {name: jnp.zeros(size) for name, size in sizes.items()}
+    state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(workers))
+    update = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+    rng = np.random.default_rng(0)
+    for number in range(5):
+        given = {
+            name: (scales[name] * rng.standard_normal((workers, size))).astype(np.float32)
+            for name, size in sizes.items()
+        }
+        memory = state.buckets[0].memory
+        accs = B1 * memory.velocity + (1 - B1) * np.concatenate(list(given.values()), axis=1) + memory.residual
+        updates, state = update(given, state)
+        if not number:
+            continue
+        mean, delivered = oracles.one_bit(np.asarray(accs), list(sizes.values()), bucket)
+        got = np.concatenate([np.asarray(updates[name][0]) for name in sizes])
+        np.testing.assert_allclose(got, mean, rtol=1e-5)
+        np.testing.assert_allclose(state.buckets[0].memory.residual, accs - delivered, atol=1e-5)
 
 
 def test_no_scale_is_for_two_leaves():

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         processes.join(args)
     except ValueError as error:
         parser.error(str(error))
-    first = not args.distributed or jax.process_index() == 0
+    first = jax.process_index() == 0
     console.quiet = not first
     args.out.mkdir(parents=True, exist_ok=True)
     failed = False

@@ -129,6 +129,9 @@ class Selecting(Reducer):
     allreduce: AllReduce
     wire: Wire = Full()
 
+    def __post_init__(self):
+        self.allreduce.check_wire(self.wire)
+
     @property
     def unbiased(self) -> bool:
         return self.allreduce.unbiased or self.wire.unbiased

@@ -231,7 +231,8 @@ def over_mesh(preset: SparseAllReduce, mesh: Mesh, axis: AxisName, specs: Any = 
     if not isinstance(preset, SparseAllReduce):
         raise ValueError(
             f"preset is {type(preset).__name__}; pass a preset such as jsparse.oktopk(...), and put the other members "
-            "of a chain around it: optax.chain(jsparse.over_mesh(preset, mesh, axis), optax.adam(1e-3))"
+            "of a chain around it: optax.chain(jsparse.over_mesh(preset, mesh, axis), optax.adam(1e-3)). For ef21, "
+            "dion and onebit_adam, which are chains themselves, take jsparse.train_step"
         )
     if isinstance(preset.synchroniser, OnShards):
         raise ValueError("preset is over a mesh already: pass the preset itself")

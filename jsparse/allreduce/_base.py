@@ -10,7 +10,7 @@ from .._comm.comm import Comm
 from .._vector.arguments import check_fields
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Codebook, Quantizer
-from ..wire import Messages
+from ..wire import Messages, Wire
 
 
 class ReduceReport(NamedTuple):
@@ -48,6 +48,9 @@ class AllReduce:
 
     def __post_init__(self):
         check_fields(self)
+
+    def check_wire(self, wire: Wire) -> None:
+        """Refuses a wire format that it can't send, by a ValueError. By default it sends all."""
 
     def init(self, n: int, size: int, dtype: DTypeLike) -> Any:
         """Makes the state for vectors of length ``n`` among ``size`` workers.

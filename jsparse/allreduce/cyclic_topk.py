@@ -9,7 +9,7 @@ from jax import lax
 
 from .._comm.comm import Comm
 from .._vector.sparse_vector import SparseVector
-from ..wire import Full, Messages
+from ..wire import Full, Messages, Wire
 from ._base import AllReduce
 
 
@@ -36,13 +36,13 @@ class CyclicTopK(AllReduce):
 
     takes_held: ClassVar[bool] = True  # type: ignore[misc]
 
+    def check_wire(self, wire: Wire) -> None:
+        if wire != Full():
+            raise ValueError(f"wire is {wire}, and CyclicTopK sums values at full width: take wire.Full(), the default")
+
     def __call__(
         self, comm: Comm, x: SparseVector, state: tuple[()], *, step: jax.Array, wire: Messages, held: jax.Array
     ) -> tuple[SparseVector, SparseVector, tuple[()]]:
-        if wire.wire != Full():
-            raise ValueError(
-                f"wire is {wire.wire}, and CyclicTopK sums values at full width: take wire.Full(), the default"
-            )
         if x.capacity < x.n:
             leads = comm.rank() == step % comm.size
             indices = comm.psum(jnp.where(leads, x.indices, 0))

@@ -39,7 +39,7 @@ from kernels_pallas import bitmap, reaches, select_above
 from .._comm.comm import Comm
 from .._vector.density import check_steps
 from .._vector.sparse_vector import SparseVector, first_from
-from ..wire import Full, Messages
+from ..wire import Full, Messages, Wire
 from ._base import AllReduce, ReduceReport
 from ._gather import gather_parts
 from ._threshold import global_threshold, reused_threshold
@@ -135,6 +135,10 @@ class OkTopk(AllReduce):
             raise ValueError(f"room is {self.room}; choose a multiple of k/P, from 1 to 2, or None")
         if self.balance_above is not None and not self.balance_above >= 1:
             raise ValueError(f"balance_above is {self.balance_above}; choose a multiple of k/P, at least 1, or None")
+
+    def check_wire(self, wire: Wire) -> None:
+        if self.split == "ragged" and not isinstance(wire, Full):
+            raise ValueError(f'split="ragged" sends elements at full width, and the wire is {wire}: leave wire out')
 
     @property
     def takes_held(self) -> bool:
@@ -297,8 +301,6 @@ def _split_and_reduce(
 
 def _exchange(comm: Comm, messages: jax.Array, sent: SparseVector, wire: Messages) -> jax.Array:
     """What ``comm.all_to_all(messages)`` gives, without sending the messages' unused places."""
-    if not isinstance(wire.wire, Full):
-        raise ValueError(f'split="ragged" sends elements at full width, and the wire is {wire.wire}: leave wire out')
     size, room = sent.indices.shape
     words = wire.words(room, sent.n, sent.values.dtype)
     values, indices, cuts = jnp.split(messages, [words - room, words], axis=1)
