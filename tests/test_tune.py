@@ -237,6 +237,7 @@ OTHERS = {
         "error_feedback": jsparse.ErrorFeedback(decay=0.9),
         "tiles": 8,
     },
+    "scalecom": {"density": 0.02, **SPARSE, "wire": wire.Full()},
     "hitopk": {"density": 0.02, "allreduce": jsparse.allreduce.OkTopk(split="rotate"), "wire": wire.Full()},
 }
 
