@@ -85,6 +85,37 @@ def test_top_k_is_exact(name: str, n: int, k: int):
     assert threshold == (want if want >= np.finfo(np.float32).tiny else 0)
 
 
+# Magnitudes and how many of 300,000 elements have them; all others are 1. The 3,000th largest is,
+# of the magnitudes in the sample, the bound or one of the next, one too far above it, or none.
+QUANTIZED = {
+    "the bound": {},
+    "the next": {2: 2900, 1.5: 200},
+    "three above": {10: 2850, 7: 160, 6: 100, 5: 100},
+    "too far above": {10: 2900, 8: 150, 7: 50, 6: 50, 5: 50},
+    "infinite": {np.inf: 100_000},
+    "subnormal": {1e-40: 290_000},
+    "between zeros": {0: 298_000},
+    "not sampled": {10: 2990, 5: 20},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized(name: str):
+    rng = np.random.default_rng(0)
+    x = np.ones(LONG, np.float32)
+    sampled = kernels_pallas.sample_places(np.arange(2**16, dtype=np.uint32), LONG, 2**16)
+    places = np.setdiff1d(np.arange(LONG), sampled) if name == "not sampled" else np.arange(LONG)
+    places, last = rng.permutation(places), 0
+    for magnitude, count in QUANTIZED[name].items():
+        x[places[last : last + count]] = magnitude
+        last += count
+    x *= rng.choice([-1, 1], LONG)
+    found, threshold = jitted_top_k(x, 3000)
+    expected = top_k(np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x), 3000)
+    assert_run(x, found, expected)
+    assert threshold == (np.abs(x[expected]).min() if len(expected) == 3000 else 0)
+
+
 @pytest.mark.parametrize("n", quick([100, LONG], 100))
 def test_nan_is_never_selected(n: int):
     x = make("gaussian", n)

@@ -11,7 +11,7 @@ FIGURES = {
         FORMS,
         hosts=(2, 4, 8, 16),
         rates=("1gbit", "100mbit"),
-        small={"hosts": (2, 4, 8), "sizes": (1_472_826,), "rates": ("100mbit",), "repeats": 5},
+        small={"sizes": (1_472_826,), "rates": ("100mbit",), "repeats": 5},
     ),
     "by length": Synchronised(
         CLAIM,
@@ -19,6 +19,13 @@ FIGURES = {
         sizes=(1_000_000, 14_728_266, 133_547_324),
         over="size",
         small={"sizes": (147_282, 1_472_826, 14_728_266), "rates": ("100mbit",), "repeats": 5},
+    ),
+    "133 million": Synchronised(
+        CLAIM + " With the length of BERT's gradient.",
+        FORMS,
+        hosts=(2, 4, 8, 16),
+        sizes=(133_547_324,),
+        small={"hosts": (2,), "repeats": 3},
     ),
     "by density": Synchronised(
         CLAIM,

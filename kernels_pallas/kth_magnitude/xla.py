@@ -4,8 +4,11 @@ The bits of magnitudes, read as integers, have the same order as the magnitudes.
 largest can be found bit by bit: for each bit a pass counts the elements at or above a candidate.
 On a long vector those passes are avoided. A sample gives a lower bound of the k-th magnitude, one
 compaction takes all elements at or above that bound, and the search runs in this superset of the
-k largest. The code checks that the superset does hold the k largest, and otherwise searches the
-whole vector.
+k largest. The code checks that the superset does hold the k largest.
+
+It may not, where a vector was quantized and very many elements are equal. Then the k-th magnitude
+is likely the bound, or one of the next larger magnitudes in the sample. Each takes a pass. If it is
+none of them, the whole vector is searched bit by bit.
 """
 
 import math
@@ -18,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import bitmap
 from .._varying import varying_as
 from ..select_above.xla import above, count_above, take
 
@@ -25,6 +29,8 @@ from ..select_above.xla import above, count_above, take
 SAMPLE = 65536
 # The margin of the superset on either side of k, in standard deviations of the sampled rank.
 MARGIN = 4
+# How many magnitudes above the lower bound are tried before the whole vector is searched bit by bit.
+STEPS = 3
 
 
 def search(x: jax.Array, k: ArrayLike) -> jax.Array:
@@ -63,8 +69,12 @@ def kth_magnitude(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> jax.A
     capacity = superset_capacity(x.shape[0], k)
     if capacity is None:
         return primitives.search(x, k)
-    values, _, holds = superset(x, k, capacity, primitives)
-    return lax.cond(holds, lambda: primitives.search(values, k), lambda: primitives.search(x, k))
+    found = superset(x, k, capacity, primitives)
+    return lax.cond(
+        found.holds,
+        lambda: primitives.search(found.values, k),
+        lambda: search_upwards(x, k, found.lower, primitives).threshold,
+    )
 
 
 def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int, primitives: Primitives = PLAIN) -> jax.Array:
@@ -108,19 +118,28 @@ def lower_bound(sampled: jax.Array, n: int, k: int, primitives: Primitives = PLA
     return primitives.search(sampled, math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
 
 
-def superset(
-    x: jax.Array, k: int, capacity: int, primitives: Primitives, marked: Marked | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The elements at or above a lower bound of the k-th magnitude, which comes from a sample.
+class Superset(NamedTuple):
+    """The elements of a vector at or above a lower bound of the k-th magnitude.
+
+    Attributes:
+      values, indices: shape ``(capacity,)``.
+      lower: the bound, from a sample.
+      holds: whether they include the ``k`` largest, or all non-zero elements.
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    lower: jax.Array
+    holds: jax.Array
+
+
+def superset(x: jax.Array, k: int, capacity: int, primitives: Primitives, marked: Marked | None = None) -> Superset:
+    """Lists the elements at or above a lower bound of the k-th magnitude.
 
     Args:
       x, k, primitives: as of :func:`in_superset`.
       capacity: from :func:`superset_capacity`.
       marked: the lower bound, and what reaches it, for a caller that already has them.
-
-    Returns:
-      ``(values, indices, holds)``: shapes ``(capacity,)``, ``(capacity,)`` and ``()``. ``holds``
-      is true if these elements include the ``k`` largest, or all non-zero elements.
     """
     if marked is None:
         lower = lower_bound(sample(x, SAMPLE), x.shape[0], k, primitives)
@@ -128,7 +147,8 @@ def superset(
     else:
         lower = marked.threshold
         values, indices, count = take(x, marked.words, capacity)
-    return values, indices, (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
+    holds = (count <= capacity) & ((count >= k) | (lower <= jnp.finfo(x.dtype).tiny))
+    return Superset(values, indices, lower, holds)
 
 
 def in_superset(
@@ -137,6 +157,7 @@ def in_superset(
     choose: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
     primitives: Primitives = PLAIN,
     marked: Marked | None = None,
+    otherwise: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Applies ``choose`` to a superset of the k largest elements, or to all of ``x``.
 
@@ -150,6 +171,8 @@ def in_superset(
         largest elements, and from elements that are in every such superset.
       primitives: the parts that depend on the device.
       marked: as of :func:`superset`.
+      otherwise: computes the same of ``x``, given the lower bound, if the superset does not hold
+        them; with None ``choose`` does.
 
     Returns:
       ``(values, indices, count)``, with the indices of elements in ``x``.
@@ -157,13 +180,62 @@ def in_superset(
     capacity = superset_capacity(x.shape[0], k)
     if capacity is None:
         return choose(x)
-    values, indices, holds = superset(x, k, capacity, primitives, marked)
+    found = superset(x, k, capacity, primitives, marked)
 
     def of_superset():
-        kept, places, count = choose(values)
-        return kept, indices.at[places].get(mode="fill", fill_value=x.shape[0]), count
+        kept, places, count = choose(found.values)
+        return kept, found.indices.at[places].get(mode="fill", fill_value=x.shape[0]), count
 
-    return lax.cond(holds, of_superset, lambda: choose(x))
+    return lax.cond(found.holds, of_superset, lambda: otherwise(found.lower) if otherwise else choose(x))
+
+
+class Reached(NamedTuple):
+    """A magnitude, and two bitmaps of the elements that reach it.
+
+    Attributes:
+      threshold: the magnitude.
+      words: the elements of this magnitude, and the larger ones.
+      larger: the larger ones.
+    """
+
+    threshold: jax.Array
+    words: jax.Array
+    larger: jax.Array
+
+
+def reached(x: jax.Array, threshold: jax.Array) -> Reached:
+    """Marks what reaches a magnitude."""
+    return Reached(threshold, above(x, threshold), larger(x, threshold))
+
+
+def larger(x: jax.Array, threshold: jax.Array) -> jax.Array:
+    """The bitmap of the elements whose magnitude is larger than a threshold."""
+    following = jnp.nextafter(threshold, jnp.full_like(threshold, jnp.inf))
+    return above(x, jnp.where(threshold == jnp.inf, jnp.nan, following))  # Nothing reaches NaN.
+
+
+def search_upwards(x: jax.Array, k: int, lower: jax.Array, primitives: Primitives) -> Reached:
+    """The k-th largest magnitude of a vector in which each magnitude occurs often.
+
+    It is likely a lower bound, or one of the next larger magnitudes in a sample.
+
+    Args:
+      x, k, primitives: as of :func:`in_superset`.
+      lower: the bound.
+    """
+    magnitudes = jnp.abs(sample(x, SAMPLE))
+
+    def ascend(threshold: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
+        threshold = jnp.min(jnp.where(magnitudes > threshold, magnitudes, jnp.inf))
+        return threshold, larger(x, threshold)
+
+    threshold, words = lower, larger(x, lower)
+    for _ in range(STEPS):  # Not a loop of XLA: on a CPU a pass takes twice as long in one.
+        is_below = bitmap.count(words) >= k
+        threshold, words = lax.cond(is_below, ascend, lambda *unchanged: unchanged, threshold, words)
+    found = Reached(threshold, above(x, threshold), words)
+    is_kth = (bitmap.count(found.words) >= k) & (bitmap.count(found.larger) < k)
+    return lax.cond(is_kth, lambda: found, lambda: reached(x, primitives.search(x, k)))
 
 
 def sample(x: jax.Array, size: int) -> jax.Array:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import bitmap
-from ..kth_magnitude.xla import PLAIN, Marked, Primitives, in_superset
-from ..select_above.xla import above, take
+from ..kth_magnitude.xla import PLAIN, Marked, Primitives, Reached, in_superset, reached, search_upwards
+from ..select_above.xla import take
 
 
 def select_top_k(
@@ -17,11 +17,16 @@ def select_top_k(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if k >= x.shape[0]:
         return primitives.compact(x, jnp.zeros((), x.dtype), k)
-    return in_superset(x, k, lambda vector: _take(vector, k, primitives.search(vector, k)), primitives, marked)
+    return in_superset(
+        x,
+        k,
+        lambda vector: _take(vector, k, reached(vector, primitives.search(vector, k))),
+        primitives,
+        marked,
+        lambda lower: _take(x, k, search_upwards(x, k, lower, primitives)),
+    )
 
 
-def _take(x: jax.Array, k: int, threshold: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    reached = above(x, threshold)
-    equal = reached & bitmap.pack((x == threshold) | (x == -threshold))
-    larger = reached & ~equal
-    return take(x, larger | bitmap.take_first(equal, k - bitmap.count(larger)), k)
+def _take(x: jax.Array, k: int, kth: Reached) -> tuple[jax.Array, jax.Array, jax.Array]:
+    equal = kth.words & ~kth.larger
+    return take(x, kth.larger | bitmap.take_first(equal, k - bitmap.count(kth.larger)), k)
