@@ -356,7 +356,7 @@ class TimeToAccuracy(Figure):
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows, of_dense = [], math.nan
-        for form in self.forms:
+        for form in dict.fromkeys(form for line in lines for form in line["runs"]):
             best = fastest(found(lines, {"seed": 0}), form)
             if best is None:
                 rows.append((form, *"-----------"))
@@ -391,7 +391,7 @@ class TimeToAccuracy(Figure):
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         def draw(axes: Axes) -> None:
-            for number, form in enumerate(self.forms):
+            for number, form in enumerate(dict.fromkeys(form for line in lines for form in line["runs"])):
                 runs = [
                     (line["learning_rate"], line["runs"][form]["seconds"])
                     for line in lines
