@@ -7,8 +7,8 @@ compaction takes all elements at or above that bound, and the search runs in thi
 k largest. The code checks that the superset does hold the k largest.
 
 It may not, where a vector was quantized and very many elements are equal. Then the k-th magnitude
-is likely the bound, or one of the next larger magnitudes in the sample. Each takes a pass. If it is
-none of them, the whole vector is searched bit by bit.
+is likely the bound, or one of the next larger magnitudes in the sample. Each takes a pass. If it
+is none of them, the whole vector is searched bit by bit.
 """
 
 import math
@@ -29,7 +29,7 @@ from ..select_above.xla import above, count_above, take
 SAMPLE = 65536
 # The margin of the superset on either side of k, in standard deviations of the sampled rank.
 MARGIN = 4
-# How many magnitudes above the lower bound are tried before the whole vector is searched bit by bit.
+# How many magnitudes above the lower bound are tried before the whole vector is searched.
 STEPS = 3
 
 
