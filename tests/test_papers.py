@@ -15,7 +15,7 @@ import pytest
 
 from examples import train
 from examples.papers import __main__ as papers
-from examples.papers import records, times
+from examples.papers import alone, records, times
 from examples.papers.alone import Bench, Computing, Summing
 from examples.papers.convergence import Convergence, task_of
 from examples.papers.figure import make
@@ -204,7 +204,8 @@ def printed(*arguments: str) -> str:
     [name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised | Tuned)],
 )
 def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(times, "command", printed)
+    for module in (alone, times):
+        monkeypatch.setattr(module, "command", printed)
     times.ping_pong.cache_clear()
     lines = make(papers.FIGURES[name], tmp_path / "lines.jsonl", full=False, files=None)
     times.ping_pong.cache_clear()
