@@ -99,6 +99,15 @@ QUANTIZED = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def jitted_marked(x, k: int):
+    n = len(x)
+    places = kernels_pallas.sample_places(jnp.arange(kernels_pallas.top_k_sample(n, k), dtype=jnp.uint32), n, 2**16)
+    bound = kernels_pallas.top_k_bound(x[places.astype(jnp.int32)], n, k)
+    words = bitmap.pack(kernels_pallas.reaches(x, bound))
+    return kernels_pallas.select_top_k(x, k, marked=kernels_pallas.Marked(bound, words))
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized(name: str):
     rng = np.random.default_rng(0)
@@ -113,6 +122,7 @@ def test_quantized(name: str):
     found, threshold = jitted_top_k(x, 3000)
     expected = top_k(np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x), 3000)
     assert_run(x, found, expected)
+    assert_run(x, jitted_marked(x, 3000), expected)
     assert threshold == (np.abs(x[expected]).min() if len(expected) == 3000 else 0)
 
 

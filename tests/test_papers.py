@@ -7,6 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ import pytest
 
 from examples import train
 from examples.papers import __main__ as papers
-from examples.papers import alone, records, times
+from examples.papers import records, times
 from examples.papers.alone import Bench, Computing, Summing
 from examples.papers.convergence import Convergence, task_of
 from examples.papers.figure import make
@@ -172,6 +174,15 @@ SPREAD = {"median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0}
 PARTS = {"selection_ms": 0.5, "rest_ms": 0.5, "communication_ms": 1.0, "floor_ms": 0.5, "bytes": 8.0}
 
 
+def let_commands_print(printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of jsparse print what a function says of their arguments. No process is started."""
+
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 0, printed(*command[3:]), "")
+
+    monkeypatch.setattr(times, "subprocess", types.SimpleNamespace(run=run))
+
+
 def printed(*arguments: str) -> str:
     """What commands of jsparse print, as far as figures read it."""
     if arguments[0] == "network":
@@ -204,8 +215,7 @@ def printed(*arguments: str) -> str:
     [name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised | Tuned)],
 )
 def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
-    for module in (alone, times):
-        monkeypatch.setattr(module, "command", printed)
+    let_commands_print(printed, monkeypatch)
     times.ping_pong.cache_clear()
     lines = make(papers.FIGURES[name], tmp_path / "lines.jsonl", full=False, files=None)
     times.ping_pong.cache_clear()
@@ -215,7 +225,7 @@ def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
 
 
 def test_what_tune_recommends_is_beside_what_is_fastest(tmp_path, monkeypatch):
-    monkeypatch.setattr(times, "command", printed)
+    let_commands_print(printed, monkeypatch)
     figure: Any = papers.FIGURES["scale tune"]
     table = figure.table(make(figure, tmp_path / "lines.jsonl", full=False, files=None))
     assert table.row_count == len(figure.cases) == 4
@@ -280,7 +290,7 @@ def test_time_to_accuracy_is_that_of_each_forms_best_rate(tmp_path, monkeypatch)
         ]
         return json.dumps({"runs": runs})
 
-    monkeypatch.setattr(times, "command", train)
+    let_commands_print(train, monkeypatch)
     figure: Any = papers.FIGURES["scale time to accuracy"]
     figure = dataclasses.replace(figure, forms=("dense", "oktopk"), small={})
     lines = make(figure, tmp_path / "lines.jsonl", full=False, files=pathlib.Path("data"))

@@ -356,7 +356,7 @@ class TimeToAccuracy(Figure):
 
     def table(self, lines: Sequence[Line]) -> rich.table.Table:
         rows, of_dense = [], math.nan
-        for form in dict.fromkeys(form for line in lines for form in line["runs"]):
+        for form in trained_forms(lines):
             best = fastest(found(lines, {"seed": 0}), form)
             if best is None:
                 rows.append((form, *"-----------"))
@@ -391,7 +391,7 @@ class TimeToAccuracy(Figure):
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         def draw(axes: Axes) -> None:
-            for number, form in enumerate(dict.fromkeys(form for line in lines for form in line["runs"])):
+            for number, form in enumerate(trained_forms(lines)):
                 runs = [
                     (line["learning_rate"], line["runs"][form]["seconds"])
                     for line in lines
@@ -401,6 +401,10 @@ class TimeToAccuracy(Figure):
             axes.set(xlabel="learning rate", ylabel="seconds to the accuracy", xscale="log", yscale="log")
 
         return [draw]
+
+
+def trained_forms(lines: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(form for line in lines for form in line["runs"]))
 
 
 def fastest(lines: Sequence[Line], form: str) -> Line | None:

@@ -229,11 +229,11 @@ def search_upwards(x: jax.Array, k: int, lower: jax.Array, primitives: Primitive
         threshold = jnp.min(jnp.where(magnitudes > threshold, magnitudes, jnp.inf))
         return threshold, larger(x, threshold)
 
-    threshold, words = lower, larger(x, lower)
+    threshold, beyond = lower, larger(x, lower)
     for _ in range(STEPS):  # Not a loop of XLA: on a CPU a pass takes twice as long in one.
-        is_below = bitmap.count(words) >= k
-        threshold, words = lax.cond(is_below, ascend, lambda *unchanged: unchanged, threshold, words)
-    found = Reached(threshold, above(x, threshold), words)
+        is_below = bitmap.count(beyond) >= k
+        threshold, beyond = lax.cond(is_below, ascend, lambda *unchanged: unchanged, threshold, beyond)
+    found = Reached(threshold, above(x, threshold), beyond)
     is_kth = (bitmap.count(found.words) >= k) & (bitmap.count(found.larger) < k)
     return lax.cond(is_kth, lambda: found, lambda: reached(x, primitives.search(x, k)))
 
