@@ -158,6 +158,26 @@ def test_keys_differ_between_workers_and_micro_batches():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "options", [{}, {"with_key": True}, {"with_extra": True}, {"with_key": True, "with_extra": True}]
+)
+def test_a_compiled_step_is_called_like_the_step(options: dict[str, bool]):
+    """Ahead of time, the step takes the same arguments, and computes the same."""
+
+    def loss(params, batch, *, key=None, extra=1.0):
+        return extra * loss_fn(params, batch) + (0.0 if key is None else jax.random.uniform(key))
+
+    step = jsparse.train_step(loss, chain(), transports.mesh(SIZE), AXIS, **options)
+    args = (data(), jax.random.key(7)) if "with_key" in options else (data(),)
+    kwargs = {"extra": jnp.float32(2)} if "with_extra" in options else {}
+    compiled = step.lower(step.init(params()), *args, **kwargs).compile()
+    ahead, report_ahead = compiled(step.init(params()), *args, **kwargs)
+    state, report = step(step.init(params()), *args, **kwargs)
+    assert report_ahead == report
+    jax.tree.map(np.testing.assert_array_equal, ahead.params, state.params)
+
+
+@pytest.mark.full
 def test_the_loss_reaches_transforms_that_want_it():
     """``optax.contrib.reduce_on_plateau`` and its like take the loss as ``value``."""
     tx = chain(after=optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)))

@@ -41,6 +41,20 @@ def test_a_line_through_times(network: tuple[float, float]):
     assert 0.05 < noisy.error < 0.15
 
 
+@pytest.mark.parametrize("delay", [4.0, 100.0])
+def test_delayed_messages_do_not_move_the_line(delay: float):
+    """A third of the short messages are delayed, as where processes wait for shared cores."""
+    network = (1e-4, 3e-8)
+    measured = samples(*network, noise=0.03)
+    short = [number for number, sample in enumerate(measured) if sample.payload <= 4096]
+    for number in short[::3]:
+        measured[number] = measured[number]._replace(seconds=delay * measured[number].seconds)
+    line = fit(measured)
+    assert line[:2] == pytest.approx(network, rel=0.1)
+    # It still tells how far off the samples are.
+    assert line.error == pytest.approx(len(short[::3]) / len(measured) * np.log(delay), abs=0.05)
+
+
 def test_alpha_and_beta_are_not_negative():
     words = [Sample("psum", w, 1, w, 1e-6 * w) for w in (100, 1000, 10000)]
     assert fit([*words, Sample("psum", 1, 5, 1, 1e-7)]).alpha >= 0

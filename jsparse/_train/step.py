@@ -72,24 +72,33 @@ class Step:
         Raises:
           ValueError: the batch can't be divided, or a key or ``extra`` is missing or not expected.
         """
-        return self._run(state, self._whole(batch, key, extra), (key, extra))
+        args, kwargs = self._checked(state, batch, key, extra)
+        return self._run(*args, **kwargs)
 
     def lower(
         self, state: TrainState, batch: Any, key: jax.Array | None = None, *, extra: Any = None
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, or their shapes, as jitted functions do."""
+        """Lowers the step for these arguments, or their shapes, as jitted functions do.
+
+        What it compiles to is called like the step, but checks nothing; where there are several
+        processes, with global arrays.
+        """
         return self.trace(state, batch, key, extra=extra).lower()
 
     def trace(
         self, state: TrainState, batch: Any, key: jax.Array | None = None, *, extra: Any = None
     ) -> jax.stages.Traced:
         """Traces the step for these arguments, or their shapes, as jitted functions do."""
-        return self._run.trace(state, self._whole(batch, key, extra), (key, extra))
+        args, kwargs = self._checked(state, batch, key, extra)
+        return self._run.trace(*args, **kwargs)
 
-    def _whole(self, batch: Any, key: jax.Array | None, extra: Any) -> Any:
-        """The batch of all processes.
+    def _checked(
+        self, state: TrainState, batch: Any, key: jax.Array | None, extra: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the jitted body, with the batch of all processes.
 
-        It is refused if it can't be divided, or if a key or ``extra`` is missing or not expected.
+        A batch is refused if it can't be divided, and so is a key or ``extra`` that is missing or
+        not expected.
         """
         workers, gradients = self._body.workers, self._body.gradients
         steps = self._body.batches
@@ -113,7 +122,8 @@ class Step:
                     f"pass {name} to the step if and only if it was made with with_{name}=True, and loss_fn takes it "
                     f"as the keyword argument {name}"
                 )
-        return workers.whole(batch)
+        args = (state, workers.whole(batch)) if key is None else (state, workers.whole(batch), key)
+        return args, {} if extra is None else {"extra": extra}
 
 
 class TrainStep(Step):
@@ -303,10 +313,10 @@ class Body:
             kept = self.workers.for_each(kept)
         return TrainState(params, opt_state, kept)
 
-    def run(self, state: TrainState, batch: Any, whole: Any) -> tuple[TrainState, Any]:
+    def run(self, state: TrainState, batch: Any, key: Any = None, *, extra: Any = None) -> tuple[TrainState, Any]:
         """One step on all workers."""
         stacked = TrainState(self.differ, None, self.model_state == "per_worker")
-        state, (value, aux) = self.workers.run(self.local_step, stacked, state, batch, whole)
+        state, (value, aux) = self.workers.run(self.local_step, stacked, state, batch, (key, extra))
         return state, (value, aux) if self.gradients.loss.has_aux else value
 
     def local_step(self, state: TrainState, batch: Any, whole: Any) -> tuple[TrainState, Any]:

@@ -1,6 +1,7 @@
 """A worker of ``jsparse bench train``: trains with every form, and times it."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -12,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._train.state import TrainState
 from .._train.stats import stats
 from .._train.step import train_step
+from .compiler import Compiler
 from .forms import FORMS, Form
 from .hosts import counters
 from .images import Images, load_images
@@ -30,6 +34,8 @@ AXIS = "hosts"
 MOMENTUM = 0.9
 # The number of images of the data set "random".
 RANDOM = 512
+# Each host tests so many images at a time.
+TESTED = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +88,36 @@ def main(text: str) -> None:
 
 
 class Trainer:
-    """One of the job's hosts."""
+    """One of the job's hosts. Each program is compiled on one of them, and run on all."""
 
     def __init__(self, job: TrainJob, rank: int):
         self._job, self._rank, self._images = job, rank, job.images()
         self._mesh = Mesh(np.array(jax.devices()), (AXIS,))
         self._agree = agreement(self._mesh, AXIS)
+        self._compiler = Compiler(rank, job.hosts)
         net = NETS[job.net](self._images.train_x.shape[1:], job.width, nnx.Rngs(job.seed))
         self._graph, params = nnx.split(net, nnx.Param)
         self._params = jax.tree.map(np.asarray, nnx.as_pure(params))
-        self._evaluate = jax.jit(
-            lambda params, x, y: jnp.sum(jnp.argmax(nnx.merge(self._graph, params)(x), axis=-1) == y)
+        self._sgd = optax.sgd(job.learning_rate, momentum=MOMENTUM)
+        self._tests = list(self._shares_of_tests())
+        self._first = list(itertools.islice(self._batches(), 3))
+
+        params = jax.device_put(self._params, NamedSharding(self._mesh, PartitionSpec()))
+        # Each host's own, one below the other: with an axis for the hosts, XLA would copy them in every step.
+        self._carry = self._of_all_hosts((self._params, jax.tree.map(np.asarray, self._sgd.init(self._params))))
+        on_each = functools.partial(jax.shard_map, mesh=self._mesh, check_vma=False)
+        parted, whole = PartitionSpec(AXIS), PartitionSpec()
+        local = on_each(self._local_step, in_specs=(parted, parted), out_specs=parted)
+        gradient = on_each(self._gradient, in_specs=(whole, parted), out_specs=parted)
+        right = on_each(self._right, in_specs=(whole, parted), out_specs=whole)
+        self._run_local, run_gradient, self._run_right = self._compiler.compile(
+            [
+                jax.jit(local, donate_argnums=0).lower(self._carry, self._first[0]),
+                jax.jit(gradient).lower(params, self._first[0]),
+                jax.jit(right).lower(params, self._tests[0]),
+            ]
         )
+        self._grads = [run_gradient(params, batch) for batch in self._first]
 
     def train(self, form: Form, done: int) -> None:
         """Trains from the start at every rate, and reports the figures.
@@ -104,32 +128,35 @@ class Trainer:
         """
         job = self._job
         tx = form.make(AXIS, density=job.density)
-        sgd = optax.sgd(job.learning_rate, momentum=MOMENTUM)
-        step = train_step(self._loss, optax.chain(tx, sgd), self._mesh, AXIS, check_vma=False)
-        # This compiles the step, before the clock runs.
-        jax.block_until_ready(step(step.init(self._params), next(self._batches())))
-        local, grads = self._local_step(sgd)
-        parts: dict[str, Callable[[], None]] = {"computation": local}
+        step = train_step(self._loss, optax.chain(tx, self._sgd), self._mesh, AXIS, check_vma=False)
+        programs = [step.lower(step.init(self._params), self._first[0])]
+        parts: dict[str, Callable[[], None]] = {"computation": self._compute}
         if tx.synchroniser.reducer.sparse:
-            here = Mesh(np.array(jax.local_devices()), (AXIS,))
-            selecting = Selecting(tx.synchroniser, here, grads)
-            selecting.run = selecting.lowered.compile()
-            parts["selection"] = selecting
+            parts["selection"] = selecting = Selecting(tx.synchroniser, self._mesh, self._grads)
+            programs.append(selecting.lowered)
+            run, selecting.run = self._compiler.compile(programs)
+        else:
+            (run,) = self._compiler.compile(programs)
         alone = {f"{name}_ms": time_steps(part, self._agree, job.repeats) for name, part in parts.items()}
+        run(step.init(self._params), self._first[0])  # Before the clock runs.
         for number, rate in enumerate(job.rates, done):
             ask_for_rate(rate)
-            run = self._run(step, lambda at, number=number: tell(name=form.name, done=number * job.steps + at))
-            tell(name=form.name, done=(number + 1) * job.steps, rate=rate, parameters=grads[0].size, **alone, **run)
+            state = step.init(self._params)
+            figures = self._run(
+                run, state, lambda at, number=number: tell(name=form.name, done=number * job.steps + at)
+            )
+            size = self._grads[0].size // job.hosts
+            tell(name=form.name, done=(number + 1) * job.steps, rate=rate, parameters=size, **alone, **figures)
 
-    def _run(self, step: Any, show: Callable[[int], None]) -> dict[str, Any]:
+    def _run(self, step: Callable[..., Any], state: TrainState, show: Callable[[int], None]) -> dict[str, Any]:
         """Trains to the target, and returns the times, bytes, losses and accuracies.
 
         Args:
           step: the training step.
+          state: the state before the first step.
           show: is called with the number of steps done, on worker 0.
         """
-        job = self._job
-        state, batches = step.init(self._params), self._batches()
+        job, batches = self._job, self._batches()
         times, accuracies, losses, words, sent = [], [], [], [], 0
         for number in range(1, job.steps + 1):
             batch = next(batches)
@@ -154,51 +181,60 @@ class Trainer:
             "stated_bytes": 4 * float(np.mean(words)),
         }
 
+    def _compute(self) -> None:
+        """A step without synchronisation; each call goes on from the one before."""
+        self._carry = jax.block_until_ready(self._run_local(self._carry, self._first[0]))
+
     def _accuracy(self, params: Any) -> float:
         """The accuracy on all test images, of which each host tests its share, off the clock."""
-        own = jax.tree.map(lambda x: x.addressable_data(0), params)
-        share = slice(self._rank, None, self._job.hosts)
-        x, y = self._images.test_x[share], self._images.test_y[share]
-        right = sum(int(self._evaluate(own, x[i : i + 500], y[i : i + 500])) for i in range(0, len(y), 500))
-        # Agreement gives the largest number; so hosts pass theirs in turn, and the others pass -1.
-        turns = [self._agree(float(right if turn == self._rank else -1)) for turn in range(self._job.hosts)]
-        return sum(turns) / len(self._images.test_y)
+        right = sum(int(self._run_right(params, share).addressable_data(0)) for share in self._tests)
+        return right / len(self._images.test_y)
 
     def _batches(self) -> Iterator[Any]:
-        """Yields this host's share of each batch, without end."""
+        """Yields batches of all hosts, without end."""
         job, images = self._job, self._images
         rng = np.random.default_rng(job.seed)
         while True:
             order = rng.permutation(len(images.train_y))
             whole = len(order) // (job.hosts * job.batch)
             for batch in order[: whole * job.hosts * job.batch].reshape(whole, job.hosts, job.batch):
-                yield images.train_x[batch[self._rank]], images.train_y[batch[self._rank]]
+                own = batch[self._rank]
+                yield self._of_all_hosts((images.train_x[own], images.train_y[own]))
+
+    def _shares_of_tests(self) -> Iterator[Any]:
+        """Yields the test images, some for each host at a time; blank ones fill the last share."""
+        hosts, (x, y) = self._job.hosts, (self._images.test_x, self._images.test_y)
+        count = min(TESTED, -(-len(y) // hosts))
+        for start in range(0, len(y), hosts * count):
+            own = slice(start + self._rank, start + hosts * count, hosts)
+            blank = count - len(y[own])
+            filled = np.pad(x[own], [(0, blank), (0, 0), (0, 0), (0, 0)])
+            yield self._of_all_hosts((filled, np.pad(y[own], (0, blank), constant_values=-1)))
+
+    def _of_all_hosts(self, own: Any) -> Any:
+        """Global arrays, of which each host has its own part."""
+        along = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, along), own)
+
+    def _logits(self, params: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(self._graph, params)(x)
 
     def _loss(self, params: Any, batch: Any) -> jax.Array:
         x, y = batch
-        logits = nnx.merge(self._graph, params)(x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(self._logits(params, x), y).mean()
 
-    def _local_step(self, sgd: optax.GradientTransformation) -> tuple[Callable[[], None], list[jax.Array]]:
-        """A step without synchronisation, to be timed, and three batches' raveled gradients."""
-        batches = list(itertools.islice(self._batches(), 3))
-        flat = jax.jit(lambda params, batch: ravel_pytree(jax.grad(self._loss)(params, batch))[0])
-        grads = [flat(self._params, batch) for batch in batches]
+    def _gradient(self, params: Any, batch: Any) -> jax.Array:
+        return ravel_pytree(jax.grad(self._loss)(params, batch))[0]
 
-        def local(params, state, batch):
-            updates, state = sgd.update(jax.grad(self._loss)(params, batch), state, params)
-            return optax.apply_updates(params, updates), state
+    def _local_step(self, carry: Any, batch: Any) -> Any:
+        params, state = carry
+        updates, state = self._sgd.update(jax.grad(self._loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
 
-        params = jax.tree.map(jnp.array, self._params)
-        carry = params, jax.jit(sgd.init)(params)
-        run, cycle = jax.jit(local, donate_argnums=(0, 1)), itertools.cycle(batches)
-
-        def step() -> None:
-            nonlocal carry
-            carry = jax.block_until_ready(run(*carry, next(cycle)))
-
-        step()
-        return step, grads
+    def _right(self, params: Any, share: Any) -> jax.Array:
+        """How many of the images, on all hosts, the net classifies correctly."""
+        x, y = share
+        return lax.psum(jnp.sum(jnp.argmax(self._logits(params, x), axis=-1) == y), AXIS)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Fit(NamedTuple):
     Attributes:
       alpha: seconds a message.
       beta: seconds a word of 4 bytes.
-      error: root mean square of the errors of the samples' logarithms: 0.1 is about 10 %.
+      error: mean absolute error of the samples' logarithms: 0.1 is about 10 %.
     """
 
     alpha: float
@@ -55,9 +55,11 @@ class Fit(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Fits the line by least squares of relative errors; neither α nor β is below 0.
+    """Fits the line, by the least mean absolute error of the logarithms.
 
-    A prediction of twice the time is as wrong as one of half the time.
+    A prediction of twice the time is as wrong as one of half the time. A few samples that took far
+    longer than the others hardly move the line. It is the best of the lines through two samples,
+    and of those through one where α or β is 0; neither is below 0.
 
     Args:
       samples: what was measured.
@@ -71,28 +73,21 @@ def fit(samples: Sequence[Sample]) -> Fit:
     """
     if not samples:
         raise ValueError("there are no times to fit a line to: measure at least one message")
-    figures = np.array([(sample.messages, sample.words, sample.seconds) for sample in samples])
-    sent, taken = figures[:, :2], figures[:, 2]
-    scale = np.maximum(sent.max(0), 1)
-
-    def solved(columns, weights):
-        found = np.zeros(2)
-        rows = sent[:, columns] / scale[columns] * weights[:, None]
-        found[columns] = np.linalg.lstsq(rows, taken * weights, rcond=None)[0]
-        return np.maximum(found, 0) / scale
-
-    def error(found):
-        return float(np.sqrt(np.mean(np.log(np.maximum(sent @ found, 1e-300) / taken) ** 2)))
-
-    weights, best = 1 / taken, np.zeros(2)
-    # Relative to the measured time alone, predictions that are too short would count for less. So
-    # errors are relative to the geometric mean of the measured and the predicted time, which
-    # takes several rounds.
-    for _ in range(20):
-        best = min((solved(columns, weights) for columns in ([0, 1], [0], [1])), key=error)
-        weights = 1 / np.sqrt(taken * np.maximum(sent @ best, 1e-300))
-    alpha, beta = (float(f"{figure:.6g}") for figure in best)
-    return Fit(alpha, beta, float(f"{error(best):.3g}") if error(best) > 1e-9 else 0.0)
+    messages, words, taken = np.array([(s.messages, s.words, s.seconds) for s in samples]).T
+    one, other = np.triu_indices(len(samples), 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        determinant = messages[one] * words[other] - messages[other] * words[one]
+        alpha = (taken[one] * words[other] - taken[other] * words[one]) / determinant
+        beta = (messages[one] * taken[other] - messages[other] * taken[one]) / determinant
+        alone = taken / messages, taken / words
+    none = np.zeros_like(taken)
+    lines = np.stack([np.concatenate([alpha, alone[0], none]), np.concatenate([beta, none, alone[1]])], axis=1)
+    lines = lines[np.all((lines >= 0) & np.isfinite(lines), axis=1)]
+    predicted = np.maximum(lines @ np.stack([messages, words]), 1e-300)
+    errors = np.mean(np.abs(np.log(predicted / taken)), axis=1)
+    best = int(np.argmin(errors))
+    figures = [float(f"{figure:.6g}") for figure in lines[best]]
+    return Fit(figures[0], figures[1], float(f"{errors[best]:.3g}") if errors[best] > 1e-9 else 0.0)
 
 
 def agreed(taken: float) -> float:
