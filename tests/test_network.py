@@ -87,8 +87,14 @@ def test_a_command_finds_its_place(capsys, monkeypatch):
     with Network(3, "1gbit") as network:
         show = "hostname; hostname -i; pwd; echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"
         assert run_everywhere(
-            network, ["sh", "-c", f"{show}; ls /sys/class/net | grep -v lo; nproc; echo $GLIBC_TUNABLES"]
+            network,
+            [
+                "sh",
+                "-c",
+                f"{show}; ls /sys/class/net | grep -v lo; nproc; echo $GLIBC_TUNABLES; chrt -p $$ | grep -c BATCH",
+            ],
         ) == [0, 0, 0]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
     lines = capsys.readouterr().out.splitlines()
     for rank in range(3):
         assert [line.split(" ", 1)[1] for line in lines if line.startswith(f"[{rank}]")] == [
@@ -99,6 +105,7 @@ def test_a_command_finds_its_place(capsys, monkeypatch):
             "eth0",
             str(len(share_of(sorted(os.sched_getaffinity(0)), rank, 3))),
             MALLOC,
+            "1",
         ]
     monkeypatch.setenv("GLIBC_TUNABLES", "")  # A variable that is set stays, even if it is empty.
     assert network.environment(0)["GLIBC_TUNABLES"] == ""

@@ -170,9 +170,10 @@ class Network:
         # To enter the mount namespace is to leave the current directory, so the shell returns to
         # it.
         change = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
-        cores = os.sched_getaffinity(0)
-        # The new process inherits the cores that this one may use.
+        cores, policy, priority = os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0)
+        # The new process inherits the cores that this one may use, and how it is scheduled.
         os.sched_setaffinity(0, share_of(sorted(cores), rank, self.hosts))
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             process = subprocess.Popen(
                 [*self._entering(rank), *change, *command],
@@ -182,6 +183,7 @@ class Network:
                 **options,
             )
         finally:
+            os.sched_setscheduler(0, policy, priority)
             os.sched_setaffinity(0, cores)
         self._started.append(process)
         return process

@@ -103,7 +103,8 @@ class Trainer:
         self._first = list(itertools.islice(self._batches(), 3))
 
         params = jax.device_put(self._params, NamedSharding(self._mesh, PartitionSpec()))
-        # Each host's own, one below the other: with an axis for the hosts, XLA would copy them in every step.
+        # Each host's own, one below the other. With an axis for the hosts, XLA would copy them in
+        # every step.
         self._carry = self._of_all_hosts((self._params, jax.tree.map(np.asarray, self._sgd.init(self._params))))
         on_each = functools.partial(jax.shard_map, mesh=self._mesh, check_vma=False)
         parted, whole = PartitionSpec(AXIS), PartitionSpec()
