@@ -104,6 +104,9 @@ def test_it_trains(tmp_path, capsys, monkeypatch):
     for run in (dense, sparse):
         assert run["loss"][-1] < 0.5 * run["loss"][0]
         assert run["accuracy"][-1] > run["accuracy"][0]
+        # Of the 357 test images one host has a blank one beside its share.
+        np.testing.assert_allclose(357 * np.array(run["accuracy"]) % 1, 0, atol=1e-9)
+        assert run["parameters"] == 64 * 100 + 100 * 100 + 100 * 10 + 210
         assert run["stated_bytes"] < run["sent_bytes"] < 1.1 * run["stated_bytes"] + 5_000
     assert dense["accuracy"][-1] >= 0.8
     assert sparse["sent_bytes"] < dense["sent_bytes"] / 5

@@ -219,7 +219,7 @@ class PingPong(Figure):
                 (line["rate"], f"{1e6 * link['alpha']:,.0f}", f"{1e9 * link['beta']:.1f}", f"{1e9 * nominal:.1f}")
             )
         columns = ("rate", "α, µs a message", "β, ns a word", "of the rate alone")
-        return shown("a line through the times of messages", "by least squares of relative errors", columns, rows)
+        return shown("a line through the times of messages", "by the least mean of relative errors", columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
         def draw(line: Line, axes: Axes) -> None:

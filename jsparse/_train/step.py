@@ -80,8 +80,8 @@ class Step:
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or their shapes, as jitted functions do.
 
-        What it compiles to is called like the step, but checks nothing; where there are several
-        processes, with global arrays.
+        Call what it compiles to with the arguments that were given here, the key by its position.
+        It checks nothing. With several processes, pass it global arrays.
         """
         return self.trace(state, batch, key, extra=extra).lower()
 

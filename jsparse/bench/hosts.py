@@ -165,16 +165,21 @@ class Network:
         }
 
     def start(self, rank: int, command: Sequence[str], **options: Any) -> Process:
-        """Starts a command on a host, in the current directory; takes ``Popen``'s options."""
+        """Starts a command on a host, in the current directory; takes ``Popen``'s options.
+
+        It runs as a batch job, unless this process is scheduled in a way of its own: with hosts
+        that share cores, short messages then do not wait for the scheduler.
+        """
         environment = {**os.environ, **self.environment(rank), **options.pop("env", {})}
         # To enter the mount namespace is to leave the current directory, so the shell returns to
         # it.
         change = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
-        cores, policy, priority = os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0)
+        cores, policy = os.sched_getaffinity(0), os.sched_getscheduler(0)
         # The new process inherits the cores that this one may use, and how it is scheduled.
-        os.sched_setaffinity(0, share_of(sorted(cores), rank, self.hosts))
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
+            os.sched_setaffinity(0, share_of(sorted(cores), rank, self.hosts))
+            if policy == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             process = subprocess.Popen(
                 [*self._entering(rank), *change, *command],
                 env=environment,
@@ -183,8 +188,9 @@ class Network:
                 **options,
             )
         finally:
-            os.sched_setscheduler(0, policy, priority)
             os.sched_setaffinity(0, cores)
+            if policy == os.SCHED_OTHER:
+                os.sched_setscheduler(0, policy, os.sched_param(0))
         self._started.append(process)
         return process
 

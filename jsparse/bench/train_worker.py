@@ -17,6 +17,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._comm.processes import put
 from .._train.state import TrainState
 from .._train.stats import stats
 from .._train.step import train_step
@@ -100,25 +101,26 @@ class Trainer:
         self._params = jax.tree.map(np.asarray, nnx.as_pure(params))
         self._sgd = optax.sgd(job.learning_rate, momentum=MOMENTUM)
         self._tests = list(self._shares_of_tests())
-        self._first = list(itertools.islice(self._batches(), 3))
+        self._first_batches = list(itertools.islice(self._batches(), 3))
 
-        params = jax.device_put(self._params, NamedSharding(self._mesh, PartitionSpec()))
-        # Each host's own, one below the other. With an axis for the hosts, XLA would copy them in
-        # every step.
-        self._carry = self._of_all_hosts((self._params, jax.tree.map(np.asarray, self._sgd.init(self._params))))
+        params = put(self._params, NamedSharding(self._mesh, PartitionSpec()))
+        # Each host's parameters and momentum, joined along their first axes. With an axis for the
+        # hosts, XLA would copy them in every step.
+        self._own_state = self._of_all_hosts((self._params, jax.tree.map(np.asarray, self._sgd.init(self._params))))
         on_each = functools.partial(jax.shard_map, mesh=self._mesh, check_vma=False)
-        parted, whole = PartitionSpec(AXIS), PartitionSpec()
+        parted, replicated = PartitionSpec(AXIS), PartitionSpec()
         local = on_each(self._local_step, in_specs=(parted, parted), out_specs=parted)
-        gradient = on_each(self._gradient, in_specs=(whole, parted), out_specs=parted)
-        right = on_each(self._right, in_specs=(whole, parted), out_specs=whole)
-        self._run_local, run_gradient, self._run_right = self._compiler.compile(
+        gradient = on_each(self._gradient, in_specs=(replicated, parted), out_specs=parted)
+        right = on_each(self._right_of, in_specs=(replicated, parted), out_specs=replicated)
+        self._run_local, run_gradient, self._count_right = self._compiler.compile(
             [
-                jax.jit(local, donate_argnums=0).lower(self._carry, self._first[0]),
-                jax.jit(gradient).lower(params, self._first[0]),
+                jax.jit(local, donate_argnums=0).lower(self._own_state, self._first_batches[0]),
+                jax.jit(gradient).lower(params, self._first_batches[0]),
                 jax.jit(right).lower(params, self._tests[0]),
             ]
         )
-        self._grads = [run_gradient(params, batch) for batch in self._first]
+        self._grads = [run_gradient(params, batch) for batch in self._first_batches]
+        self._compute()  # Before the clock runs.
 
     def train(self, form: Form, done: int) -> None:
         """Trains from the start at every rate, and reports the figures.
@@ -130,7 +132,7 @@ class Trainer:
         job = self._job
         tx = form.make(AXIS, density=job.density)
         step = train_step(self._loss, optax.chain(tx, self._sgd), self._mesh, AXIS, check_vma=False)
-        programs = [step.lower(step.init(self._params), self._first[0])]
+        programs = [step.lower(step.init(self._params), self._first_batches[0])]
         parts: dict[str, Callable[[], None]] = {"computation": self._compute}
         if tx.synchroniser.reducer.sparse:
             parts["selection"] = selecting = Selecting(tx.synchroniser, self._mesh, self._grads)
@@ -139,7 +141,7 @@ class Trainer:
         else:
             (run,) = self._compiler.compile(programs)
         alone = {f"{name}_ms": time_steps(part, self._agree, job.repeats) for name, part in parts.items()}
-        run(step.init(self._params), self._first[0])  # Before the clock runs.
+        jax.block_until_ready(run(step.init(self._params), self._first_batches[0]))  # Before the clock runs.
         for number, rate in enumerate(job.rates, done):
             ask_for_rate(rate)
             state = step.init(self._params)
@@ -184,11 +186,11 @@ class Trainer:
 
     def _compute(self) -> None:
         """A step without synchronisation; each call goes on from the one before."""
-        self._carry = jax.block_until_ready(self._run_local(self._carry, self._first[0]))
+        self._own_state = jax.block_until_ready(self._run_local(self._own_state, self._first_batches[0]))
 
     def _accuracy(self, params: Any) -> float:
         """The accuracy on all test images, of which each host tests its share, off the clock."""
-        right = sum(int(self._run_right(params, share).addressable_data(0)) for share in self._tests)
+        right = sum(int(self._count_right(params, share).addressable_data(0)) for share in self._tests)
         return right / len(self._images.test_y)
 
     def _batches(self) -> Iterator[Any]:
@@ -232,7 +234,7 @@ class Trainer:
         updates, state = self._sgd.update(jax.grad(self._loss)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    def _right(self, params: Any, share: Any) -> jax.Array:
+    def _right_of(self, params: Any, share: Any) -> jax.Array:
         """How many of the images, on all hosts, the net classifies correctly."""
         x, y = share
         return lax.psum(jnp.sum(jnp.argmax(self._logits(params, x), axis=-1) == y), AXIS)

@@ -55,11 +55,12 @@ class Fit(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Fits the line, by the least mean absolute error of the logarithms.
+    """Fits the line. Neither α nor β is below 0.
 
-    A prediction of twice the time is as wrong as one of half the time. A few samples that took far
-    longer than the others hardly move the line. It is the best of the lines through two samples,
-    and of those through one where α or β is 0; neither is below 0.
+    Of the lines through two samples, and those through one sample where α or β is 0, it is the one
+    with the least mean absolute error of the logarithms. So a prediction of twice the time is as
+    wrong as one of half the time, and a few samples that took far longer than the others hardly
+    move the line.
 
     Args:
       samples: what was measured.
@@ -74,14 +75,14 @@ def fit(samples: Sequence[Sample]) -> Fit:
     if not samples:
         raise ValueError("there are no times to fit a line to: measure at least one message")
     messages, words, taken = np.array([(s.messages, s.words, s.seconds) for s in samples]).T
-    one, other = np.triu_indices(len(samples), 1)
+    first, second = np.triu_indices(len(samples), 1)
+    zero = np.zeros_like(taken)
     with np.errstate(divide="ignore", invalid="ignore"):
-        determinant = messages[one] * words[other] - messages[other] * words[one]
-        alpha = (taken[one] * words[other] - taken[other] * words[one]) / determinant
-        beta = (messages[one] * taken[other] - messages[other] * taken[one]) / determinant
-        alone = taken / messages, taken / words
-    none = np.zeros_like(taken)
-    lines = np.stack([np.concatenate([alpha, alone[0], none]), np.concatenate([beta, none, alone[1]])], axis=1)
+        determinant = messages[first] * words[second] - messages[second] * words[first]
+        alpha = (taken[first] * words[second] - taken[second] * words[first]) / determinant
+        beta = (messages[first] * taken[second] - messages[second] * taken[first]) / determinant
+        alphas, betas = [alpha, taken / messages, zero], [beta, zero, taken / words]
+    lines = np.stack([np.concatenate(alphas), np.concatenate(betas)], axis=1)
     lines = lines[np.all((lines >= 0) & np.isfinite(lines), axis=1)]
     predicted = np.maximum(lines @ np.stack([messages, words]), 1e-300)
     errors = np.mean(np.abs(np.log(predicted / taken)), axis=1)
