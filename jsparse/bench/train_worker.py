@@ -88,6 +88,20 @@ def main(text: str) -> None:
     jax.distributed.shutdown()
 
 
+def shares_of(x: np.ndarray, y: np.ndarray, rank: int, hosts: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields a host's share of the test images and labels, at most ``TESTED`` at a time.
+
+    All shares are equally long. Blank images fill the last ones. Their label is -1, which no net
+    gives.
+    """
+    count = min(TESTED, -(-len(y) // hosts))
+    for start in range(0, len(y), hosts * count):
+        own = slice(start + rank, start + hosts * count, hosts)
+        blank = count - len(y[own])
+        filled = np.pad(x[own], [(0, blank), *[(0, 0)] * (x.ndim - 1)])
+        yield filled, np.pad(y[own], (0, blank), constant_values=-1)
+
+
 class Trainer:
     """One of the job's hosts. Each program is compiled on one of them, and run on all."""
 
@@ -100,7 +114,8 @@ class Trainer:
         self._graph, params = nnx.split(net, nnx.Param)
         self._params = jax.tree.map(np.asarray, nnx.as_pure(params))
         self._sgd = optax.sgd(job.learning_rate, momentum=MOMENTUM)
-        self._tests = list(self._shares_of_tests())
+        shares = shares_of(self._images.test_x, self._images.test_y, rank, job.hosts)
+        self._tests = [self._of_all_hosts(share) for share in shares]
         self._first_batches = list(itertools.islice(self._batches(), 3))
 
         params = put(self._params, NamedSharding(self._mesh, PartitionSpec()))
@@ -203,16 +218,6 @@ class Trainer:
             for batch in order[: whole * job.hosts * job.batch].reshape(whole, job.hosts, job.batch):
                 own = batch[self._rank]
                 yield self._of_all_hosts((images.train_x[own], images.train_y[own]))
-
-    def _shares_of_tests(self) -> Iterator[Any]:
-        """Yields the test images, some for each host at a time; blank ones fill the last share."""
-        hosts, (x, y) = self._job.hosts, (self._images.test_x, self._images.test_y)
-        count = min(TESTED, -(-len(y) // hosts))
-        for start in range(0, len(y), hosts * count):
-            own = slice(start + self._rank, start + hosts * count, hosts)
-            blank = count - len(y[own])
-            filled = np.pad(x[own], [(0, blank), (0, 0), (0, 0), (0, 0)])
-            yield self._of_all_hosts((filled, np.pad(y[own], (0, blank), constant_values=-1)))
 
     def _of_all_hosts(self, own: Any) -> Any:
         """Global arrays, of which each host has its own part."""
