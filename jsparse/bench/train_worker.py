@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._comm.comm import AxisComm
 from .._comm.processes import put
 from .._train.state import TrainState
 from .._train.stats import stats
@@ -242,7 +242,7 @@ class Trainer:
     def _right_of(self, params: Any, share: Any) -> jax.Array:
         """How many of the images, on all hosts, the net classifies correctly."""
         x, y = share
-        return lax.psum(jnp.sum(jnp.argmax(self._logits(params, x), axis=-1) == y), AXIS)
+        return AxisComm(AXIS).psum(jnp.sum(jnp.argmax(self._logits(params, x), axis=-1) == y))
 
 
 if __name__ == "__main__":
