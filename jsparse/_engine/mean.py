@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 
-from .._vector.sparse_vector import SparseVector
+from .._vector.parts import scaled
+from .._vector.sparse_vector import SparseVector, Vector
 
 
 class Quotient(NamedTuple):
@@ -19,30 +19,30 @@ class Quotient(NamedTuple):
       divisor: what it is to be divided by.
     """
 
-    total: SparseVector | jax.Array
+    total: Vector
     divisor: float
 
     def value(self) -> Any:
         """``total / divisor``; runs are divided one by one."""
         if isinstance(self.total, SparseVector):
             return SparseVector(self.total.values / self.divisor, self.total.indices, self.total.n)
-        return self.total / self.divisor
+        return scaled(self.total, lambda x: x / self.divisor)
 
 
-Mean: TypeAlias = Callable[[SparseVector | jax.Array, int], Quotient]
+Mean: TypeAlias = Callable[[Vector, int], Quotient]
 
 
-def over_workers(total: SparseVector | jax.Array, workers: int) -> Quotient:
+def over_workers(total: Vector, workers: int) -> Quotient:
     """The sum divided by the number of workers: gradient mass is kept."""
     return Quotient(total, workers)
 
 
-def undivided(total: SparseVector | jax.Array, workers: int) -> Quotient:
+def undivided(total: Vector, workers: int) -> Quotient:
     """The sum as it is: of reducers that make the update themselves, as a vote does."""
     return Quotient(total, 1)
 
 
-def over_contributors(total: SparseVector | jax.Array, workers: int) -> Quotient:
+def over_contributors(total: Vector, workers: int) -> Quotient:
     """Each element divided by the number of workers that sent it.
 
     This is what the codes of DeMo and SparseLoCo do.

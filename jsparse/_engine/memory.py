@@ -18,9 +18,10 @@ from jax.typing import DTypeLike
 from kernels_pallas import varying_as
 
 from .._vector.arguments import check_fields
-from .._vector.layout import Layout
+from .._vector.layout import Layout, zero_of
+from .._vector.parts import Parts
 from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf, SparseVector, to_dense
+from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense
 from .mean import Quotient
 from .reducer import Reduced
 
@@ -224,7 +225,7 @@ class ErrorFeedback(Memory):
             residual = to_dense(done.acc).at[done.delivered.indices.reshape(-1)].set(0, mode="drop")
         else:
             subtracted = Quotient(done.total, size).value() if self.subtract == "mean" else done.delivered
-            residual = _subtract(to_dense(done.acc), subtracted)
+            residual = _subtract(to_dense(done.acc), subtracted, keep)
         if self.low_pass < 1:
             blend = self.low_pass * residual + (1 - self.low_pass) * state.residual
             residual = jnp.where(keep, blend, state.residual)
@@ -247,9 +248,11 @@ def largest_addend(dtype: DTypeLike, size: int) -> float:
     return 2.0 ** (int(jnp.finfo(dtype).maxexp) - 1 - (size - 1).bit_length())
 
 
-def _subtract(acc: jax.Array, delivered: SparseVector | jax.Array) -> jax.Array:
+def _subtract(acc: jax.Array, delivered: Vector, keep: jax.Array) -> jax.Array:
     """``acc - delivered``: for a sparse vector in place, without a pass over ``acc``."""
     if isinstance(delivered, SparseVector):
         indices, values = (varying_as(x.reshape(-1), acc) for x in (delivered.indices, delivered.values))
         return acc.at[indices].add(-values, mode="drop")
+    if isinstance(delivered, Parts):
+        return delivered.subtract_from(acc, zero_of(keep))
     return acc - delivered

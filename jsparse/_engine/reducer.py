@@ -12,7 +12,7 @@ from kernels_pallas import bitmap
 from .._comm.comm import Comm
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf, SparseVector, to_dense
+from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense
 from ..allreduce import AllReduce
 from ..select import Selector
 from ..wire import Full, Wire
@@ -49,9 +49,9 @@ class Reduced(NamedTuple):
     """
 
     acc: Leaf
-    sent: SparseVector | jax.Array
-    delivered: SparseVector | jax.Array
-    total: SparseVector | jax.Array
+    sent: Vector
+    delivered: Vector
+    total: Vector
     counts: Counts
     state: Any
 
@@ -212,14 +212,14 @@ def counts_of_whole(acc: jax.Array) -> Counts:
     return Counts(none, none, count(acc), zero, zero)
 
 
-def count(x: SparseVector | jax.Array) -> jax.Array:
+def count(x: Vector) -> jax.Array:
     """How many elements a vector has: int32 scalar."""
     if isinstance(x, SparseVector):
         return jnp.sum(x.count, dtype=jnp.int32)
-    return jnp.int32(x.shape[0])
+    return jnp.int32(x.size)
 
 
-def count_filled(x: SparseVector | jax.Array) -> jax.Array:
+def count_filled(x: Vector) -> jax.Array:
     """The number of elements of a sum that are not zero: int32 scalar."""
-    values = x.values.reshape(-1) if isinstance(x, SparseVector) else x
+    values = x.values.reshape(-1) if isinstance(x, SparseVector) else to_dense(x)
     return bitmap.count_mask(values != 0)

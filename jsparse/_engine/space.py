@@ -19,7 +19,7 @@ from .._vector.arguments import check_fields
 from .._vector.buckets import Bucket, Scope, divide
 from .._vector.layout import Layout
 from .._vector.pending import Pending
-from .._vector.sparse_vector import Leaf, SparseVector, to_dense
+from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense
 from .._vector.tiles import has_tiles, into_tiles, out_of_tiles
 from ..wire import Full
 
@@ -74,7 +74,7 @@ class Space:
         """
         return leaves
 
-    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: Vector) -> Vector:
         """A sum of vectors in the order of the bucket's leaves.
 
         It is linear, and it may communicate.
@@ -172,7 +172,7 @@ class Flat(Space):
         vector = jnp.pad(vector, (0, size * width - vector.shape[0]))
         return [lax.dynamic_slice_in_dim(vector, rank * width, width)]
 
-    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: Vector) -> Vector:
         if not bucket.whole:
             if not any(has_tiles(shape, bucket.tiles) for shape in bucket.layout.shapes):
                 return total
@@ -221,7 +221,7 @@ class Shards(Flat):
         padded = jnp.pad(whole, (0, width * intra.size - whole.shape[0]))
         return [intra.psum_scatter(padded.reshape(intra.size, width))]
 
-    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: Vector) -> Vector:
         """The whole vector, of which each worker of the node has a shard (lines 21-23).
 
         A sparse sum becomes one run, or a dense vector if that takes no more words. It is always
@@ -231,7 +231,7 @@ class Shards(Flat):
         n = super().layout(bucket).n
         return super().leave(comms, bucket, self._gathered(intra, n, total))
 
-    def _gathered(self, intra: Comm, n: int, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+    def _gathered(self, intra: Comm, n: int, total: Vector) -> Vector:
         """The vector of length n of which each worker of the node has a shard."""
         wire = Full()
         if isinstance(total, SparseVector):
@@ -239,7 +239,7 @@ class Shards(Flat):
             if wire.words(capacity, total.n, dtype) >= total.n * dtype.itemsize // 4:
                 total = total.to_dense()
         if not isinstance(total, SparseVector):
-            return intra.all_gather(total).reshape(-1)[:n]
+            return intra.all_gather(to_dense(total)).reshape(-1)[:n]
         part = total.merge()
         message = wire.encode(part, jnp.int32(0))
         parts = wire.decode(intra.all_gather(message), part.capacity, part.n, part.values.dtype)

@@ -16,7 +16,7 @@ from .._engine.space import Flat
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_kind
 from .._vector.buckets import Bucket, Scope
-from .._vector.sparse_vector import Leaf, SparseVector, to_dense
+from .._vector.sparse_vector import Leaf, Vector, to_dense
 from .._vector.tiles import matrix_of, spans
 from ..allreduce import TopkAllGather
 from ..select import BlockTopK
@@ -43,7 +43,7 @@ class Frequencies(Flat):
             return super().enter(comms, bucket, arrays, keep, limit)
         return [_forward(leaf.astype(bucket.layout.dtype), self.tiles or 1) for leaf in arrays]
 
-    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: SparseVector | jax.Array) -> SparseVector | jax.Array:
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: Vector) -> Vector:
         if bucket.dense:
             return super().leave(comms, bucket, total)
         leaves = bucket.layout.windows(to_dense(total))

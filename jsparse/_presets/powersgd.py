@@ -1,7 +1,6 @@
 """PowerSGD: low-rank sums of the gradient's matrices."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,11 +18,9 @@ from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_fields
 from .._vector.layout import Layout
+from .._vector.parts import Factored, Parts, product, scaled
 from .._vector.pending import Pending
 from .._vector.random import key_of
-
-# Up to this rank a product of factors is written out as a sum of outer products.
-UNROLLED = 8
 
 
 class Matrix(NamedTuple):
@@ -119,31 +116,37 @@ class LowRank(Reducer):
         leaves = list(zip(self.matrices(layout), itertools.pairwise(layout.offsets), strict=True))
         limit = largest_addend(acc.dtype, 2 * max([1, *(matrix.rank for matrix, _ in leaves if matrix)]) * comm.size)
 
-        def compressed(vector: jax.Array) -> list[jax.Array]:
-            """The matrices that travel as factors."""
-            return [vector[begin:end].reshape(matrix.rows, matrix.columns) for matrix, (begin, end) in leaves if matrix]
+        def products(vector: jax.Array, others: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+            """The product of each matrix that travels as factors and another, as factors."""
+            compressed = [(matrix, begin) for matrix, (begin, _) in leaves if matrix]
+            pairs = zip(compressed, others, strict=True)
+            return [factor(product(vector, begin, matrix[:2], other, axis)) for (matrix, begin), other in pairs]
 
         def factor(x: jax.Array) -> jax.Array:
             """A factor to be sent: finite when summed, and zero in a step that does not count."""
             x = jnp.where(jnp.isnan(x), 0, jnp.clip(x, -limit, limit))
             return jnp.where(keep, x, 0)
 
-        def vector(q: Sequence[jax.Array], rest: Sequence[jax.Array]) -> jax.Array:
+        def vector(q: Sequence[jax.Array], rest: Sequence[jax.Array]) -> Parts:
             """The vector whose matrices have these right factors."""
             low, others = iter(zip(bases, q, strict=True)), iter(rest)
-            return jnp.concatenate([_outer(*next(low)).reshape(-1) if matrix else next(others) for matrix, _ in leaves])
+            return Parts([Factored(*next(low)) if matrix else next(others) for matrix, _ in leaves])
 
-        p = [factor(_multiply(a, q, (1, 0))) for a, q in zip(compressed(acc), state.q, strict=True)]
+        p = products(acc, state.q, 1)
         rest = [jnp.where(keep, acc[begin:end], 0) for matrix, (begin, end) in leaves if not matrix]
-        sums = _sum_together(comm, [*p, *rest])
-        p_sums, rest_sums = sums[: len(p)], sums[len(p) :]
+        own, sums = _sum_together(comm, [*p, *rest])
+        rest, p_sums, rest_sums = own[len(p) :], sums[: len(p)], sums[len(p) :]
         # The matrices are cut out of the vector again, once the first sum is there. Otherwise XLA
         # would keep copies of all of them while it waits for the sum.
         again, _ = lax.optimization_barrier((acc, p_sums))
         bases = _orthonormal_bases(p_sums)
-        q = [factor(_multiply(a, basis, (0, 0))) for a, basis in zip(compressed(again), bases, strict=True)]
-        q_sums = _sum_together(comm, q)
+        q = products(again, bases, 0)
+        q, q_sums = _sum_together(comm, q)
         total, delivered = vector(self.applied(q_sums, bases, comm.size), rest_sums), vector(self.taken(q), rest)
+        if q:
+            # It waits for the sums, which are finite. Otherwise XLA would keep a copy of the
+            # vector, to multiply one matrix while another is subtracted from it.
+            delivered = scaled(delivered, lambda x: jnp.where(q_sums[0][0, 0] < jnp.inf, x, 0))
         pairs = zip(state.q, q_sums, bases, strict=True)  # A column without a direction stays.
         after = tuple(directions(new, old, max(len(basis), len(new))) for old, new, basis in pairs)
         return Reduced(again, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
@@ -215,28 +218,14 @@ def powersgd(
     return SparseAllReduce.of(Composition(as_comm(comm), reducer, ErrorFeedback(subtract=subtract)))
 
 
-def _multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The product of two matrices, summed over these axes, in full precision."""
-    over = (axes[:1], axes[1:])
-    return lax.dot_general(a, b, (over, ((), ())), precision=lax.Precision.HIGHEST)
-
-
-def _outer(basis: jax.Array, q: jax.Array) -> jax.Array:
-    """``basis q^T``, a whole matrix.
-
-    A sum of few outer products is elementwise, so on a GPU XLA forms it where it is read. A
-    product of matrices is stored first.
-    """
-    if q.shape[1] > UNROLLED:
-        return _multiply(basis, q, (1, 1))
-    columns = [basis[:, k : k + 1] * q[:, k : k + 1].T for k in range(q.shape[1])]
-    return functools.reduce(jnp.add, columns)
-
-
-def _sum_together(comm: Comm, arrays: list[jax.Array]) -> list[jax.Array]:
-    """The sums of arrays over the workers, by one all-reduce."""
+def _sum_together(comm: Comm, arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What of arrays is sent, and their sums over the workers, by one all-reduce."""
+    if not arrays:
+        return [], []
     whole, unravel = ravel_pytree(arrays)
-    return unravel(comm.psum(whole)) if arrays else []
+    # Otherwise XLA would compute again what was sent, wherever it is read.
+    whole = lax.optimization_barrier(whole)
+    return unravel(whole), unravel(comm.psum(whole))
 
 
 def _orthonormal_bases(matrices: Sequence[jax.Array]) -> list[jax.Array]:
@@ -256,16 +245,16 @@ def _orthonormal(x: jax.Array) -> jax.Array:
     nothing but rounding errors, and becomes zero.
     """
     x, rank = _scaled(x), x.shape[2]
-    numbers = lax.broadcasted_iota(jnp.int32, (1, 1, rank), 2)
+    numbers = lax.broadcasted_iota(jnp.int32, (1, rank, 1), 1)
 
-    def project(v: jax.Array, basis: jax.Array) -> jax.Array:
-        products = jnp.einsum("bmr,bmo->bro", basis, v, precision=lax.Precision.HIGHEST)
-        return v - jnp.einsum("bmr,bro->bmo", basis, products, precision=lax.Precision.HIGHEST)
+    def project(v: jax.Array, x: jax.Array, k: jax.Array) -> jax.Array:
+        products = jnp.einsum("bmr,bmo->bro", x, v, precision=lax.Precision.HIGHEST)
+        products = jnp.where(numbers < k, products, 0)
+        return v - jnp.einsum("bmr,bro->bmo", x, products, precision=lax.Precision.HIGHEST)
 
     def column(k: jax.Array, x: jax.Array) -> jax.Array:
-        basis = jnp.where(numbers < k, x, 0)
-        once = project(lax.dynamic_slice_in_dim(x, k, 1, 2), basis)
-        twice = project(once, basis)
+        once = project(lax.dynamic_slice_in_dim(x, k, 1, 2), x, k)
+        twice = project(once, x, k)
         before, after = (jnp.linalg.norm(v, axis=1, keepdims=True) for v in (once, twice))
         return lax.dynamic_update_slice_in_dim(x, jnp.where(after > before / 2, twice / after, 0), k, 2)
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from kernels_pallas import bitmap, reaches, sample_places, varying_as
 
+from .parts import Parts
 from .sparse_vector import Leaf, SparseVector, first_from, to_dense
 
 # How many elements of a sparse vector are added to a leaf at a time.
@@ -73,12 +74,14 @@ class Layout:
         # Unused places of a leaf that is not the last stand between the others.
         return x if len(runs) == 1 else x.join(min(values.size, self.n))
 
-    def unravel(self, vector: jax.Array) -> list[jax.Array]:
-        """The leaves that a flat vector holds, in their own types."""
+    def unravel(self, vector: Parts | jax.Array) -> list[jax.Array]:
+        """The leaves that a dense vector holds, in their own types."""
         return [part.astype(dtype) for part, dtype in zip(self.windows(vector), self.dtypes, strict=True)]
 
-    def windows(self, vector: jax.Array) -> list[jax.Array]:
-        """The leaves that a flat vector holds, in its type."""
+    def windows(self, vector: Parts | jax.Array) -> list[jax.Array]:
+        """The leaves that a dense vector holds, in its type. Its parts must be these leaves."""
+        if isinstance(vector, Parts):
+            return [part.reshape(shape) for part, shape in zip(vector.arrays(), self.shapes, strict=True)]
         places = itertools.pairwise(self.offsets)
         return [vector[begin:end].reshape(shape) for (begin, end), shape in zip(places, self.shapes, strict=True)]
 
@@ -110,7 +113,7 @@ class Layout:
         This is in place if the vector may be overwritten. The result is clipped to magnitudes of
         at most ``limit``.
         """
-        zero = _zero(keep)
+        zero = zero_of(keep)
         parts = [leaf if isinstance(leaf, SparseVector) else leaf.reshape(-1) for leaf in leaves]
         if len(parts) == 1 and not isinstance(parts[0], SparseVector):
             # A window over the whole vector would be the sum itself. XLA would compute it again
@@ -184,7 +187,7 @@ class Layout:
         """
         # It depends on the threshold, so XLA computes first what that depends on. Only then can it
         # overwrite the vector in place.
-        zero = _zero(threshold >= 0)
+        zero = zero_of(threshold >= 0)
         windows = self._pieces()
         columns = varying_as(jnp.zeros((self.n // bitmap.SQUARE, bitmap.WORD), jnp.uint32), vector)
         carry = vector, columns
@@ -271,7 +274,7 @@ def _mark(columns: jax.Array, part: jax.Array, begin: jax.Array, threshold: jax.
     return lax.dynamic_update_slice(columns, squares, (begin // bitmap.SQUARE, 0))
 
 
-def _zero(true: jax.Array) -> jax.Array:
+def zero_of(true: jax.Array) -> jax.Array:
     """A zero that XLA does not know to be constant, from any boolean.
 
     XLA:CPU updates a slice in place only if it reads the slice at the same index, and only if that

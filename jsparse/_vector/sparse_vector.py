@@ -11,6 +11,8 @@ from jax.typing import ArrayLike
 
 from kernels_pallas import bitmap, varying_as
 
+from .parts import Parts
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +232,8 @@ class SparseVector:
 
 # A leaf of a gradient; a sparse one has one axis.
 Leaf: TypeAlias = SparseVector | jax.Array
+# A vector over several leaves.
+Vector: TypeAlias = SparseVector | Parts | jax.Array
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -245,9 +249,11 @@ def one_run(leaf: Leaf) -> Leaf:
     return SparseVector(values, leaf.indices, leaf.n).merge()
 
 
-def to_dense(leaf: Leaf) -> jax.Array:
-    """A leaf as an array."""
-    return leaf.to_dense() if isinstance(leaf, SparseVector) else leaf
+def to_dense(x: Vector) -> jax.Array:
+    """A leaf or a vector as one array."""
+    if isinstance(x, Parts):
+        return jnp.concatenate(x.arrays())
+    return x.to_dense() if isinstance(x, SparseVector) else x
 
 
 def first_from(indices: jax.Array, bounds: jax.Array) -> jax.Array:

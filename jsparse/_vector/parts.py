@@ -1,0 +1,165 @@
+"""Dense vectors in parts, of which matrices may be given by their factors."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import varying_as
+
+T = TypeVar("T")
+# Up to this rank a product of factors is written out as a sum of outer products, but on CPUs.
+UNROLLED = 8
+# How many elements of a matrix are read or written at a time on CPUs: as many as a core's cache
+# holds.
+BLOCK = 2**16
+
+
+class Factored(NamedTuple):
+    """The matrix ``left right^T``, as its two factors.
+
+    Attributes:
+      left: shape ``(rows, rank)``.
+      right: shape ``(columns, rank)``.
+    """
+
+    left: jax.Array
+    right: jax.Array
+
+    @property
+    def size(self) -> int:
+        """The number of the matrix's elements."""
+        return self.left.shape[0] * self.right.shape[0]
+
+    def whole(self) -> jax.Array:
+        """The matrix, shape ``(rows, columns)``.
+
+        A sum of few outer products is elementwise, so on a GPU XLA forms it where it is read. A
+        product of matrices is stored first, which is faster on CPUs.
+        """
+
+        def stored(left: jax.Array, right: jax.Array) -> jax.Array:
+            return multiply(left, right, (1, 1))
+
+        def written_out(left: jax.Array, right: jax.Array) -> jax.Array:
+            columns = [left[:, k : k + 1] * right[:, k : k + 1].T for k in range(right.shape[1])]
+            return functools.reduce(jnp.add, columns)
+
+        few = self.right.shape[1] <= UNROLLED
+        return lax.platform_dependent(self.left, self.right, cpu=stored, default=written_out if few else stored)
+
+    def subtract_from(self, vector: jax.Array, begin: jax.Array) -> jax.Array:
+        """The vector, from whose window that begins there the matrix is subtracted.
+
+        This is in place if the vector may be overwritten, and the beginning is no constant.
+        """
+        columns = self.right.shape[0]
+
+        def in_turn(vector: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+            def add(vector: jax.Array, first: int | jax.Array, size: int) -> jax.Array:
+                rows = lax.dynamic_slice_in_dim(left, first, size)
+                return _subtract_window(vector, begin + first * columns, multiply(rows, right, (1, 1)))
+
+            return _by_blocks(add, vector, left.shape[0], columns)
+
+        def at_once(vector: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+            return _subtract_window(vector, begin, Factored(left, right).whole())
+
+        return lax.platform_dependent(vector, self.left, self.right, cpu=in_turn, default=at_once)
+
+
+class Parts(NamedTuple):
+    """A dense vector that is not yet one array.
+
+    Attributes:
+      parts: arrays of any shapes, and matrices. They lie end to end.
+    """
+
+    parts: list[jax.Array | Factored]
+
+    @property
+    def size(self) -> int:
+        """The vector's length."""
+        return sum(part.size for part in self.parts)
+
+    def arrays(self) -> list[jax.Array]:
+        """The parts as arrays of one axis."""
+        wholes = (part.whole() if isinstance(part, Factored) else part for part in self.parts)
+        return [whole.reshape(-1) for whole in wholes]
+
+    def subtract_from(self, vector: jax.Array, zero: jax.Array) -> jax.Array:
+        """``vector - self``, in place if the vector may be overwritten.
+
+        Args:
+          vector: of the same length.
+          zero: int32 scalar: a zero that XLA does not know to be constant.
+        """
+        begins = itertools.accumulate((part.size for part in self.parts), initial=0)
+        for part, begin in zip(self.parts, begins, strict=False):
+            if isinstance(part, Factored):
+                vector = part.subtract_from(vector, begin + zero)
+            else:
+                vector = _subtract_window(vector, begin + zero, part)
+        return vector
+
+
+def scaled(x: Any, scale: Callable[[jax.Array], jax.Array]) -> Any:
+    """A vector, or a part of one, times a number, by which ``scale`` multiplies arrays."""
+    if isinstance(x, Parts):
+        return Parts([scaled(part, scale) for part in x.parts])
+    return x._replace(right=scale(x.right)) if isinstance(x, Factored) else scale(x)
+
+
+def multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """The product of two matrices, summed over these axes, in full precision."""
+    over = (axes[:1], axes[1:])
+    return lax.dot_general(a, b, (over, ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def product(vector: jax.Array, begin: int, shape: tuple[int, int], other: jax.Array, axis: int) -> jax.Array:
+    """The product of a matrix that a vector holds, and another one.
+
+    Args:
+      vector: shape ``(n,)``.
+      begin: where the matrix begins.
+      shape: the matrix's.
+      other: it has as many rows as the axis is long.
+      axis: of the matrix, over which is summed: 0 or 1.
+    """
+    rows, columns = shape
+
+    def at_once(vector: jax.Array, other: jax.Array) -> jax.Array:
+        return multiply(vector[begin : begin + rows * columns].reshape(shape), other, (axis, 0))
+
+    def in_turn(vector: jax.Array, other: jax.Array) -> jax.Array:
+        # XLA:CPU copies what it multiplies: out of the vector, and then into an order of its own.
+        # A few rows stay in cache meanwhile.
+        def add(total: jax.Array, first: int | jax.Array, size: int) -> jax.Array:
+            block = lax.dynamic_slice(vector, (begin + first * columns,), (size * columns,)).reshape(size, columns)
+            if axis == 0:
+                return total + multiply(lax.dynamic_slice_in_dim(other, first, size), block, (0, 0))
+            return lax.dynamic_update_slice_in_dim(total, multiply(block, other, (1, 0)), first, 0)
+
+        rank = other.shape[1]
+        start = jnp.zeros((rank, columns) if axis == 0 else (rows, rank), vector.dtype)
+        total = _by_blocks(add, varying_as(start, vector), rows, columns)
+        return total.T if axis == 0 else total
+
+    return lax.platform_dependent(vector, other, cpu=in_turn, default=at_once)
+
+
+def _subtract_window(vector: jax.Array, begin: jax.Array, part: jax.Array) -> jax.Array:
+    window = lax.dynamic_slice(vector, (begin,), (part.size,))
+    return lax.dynamic_update_slice(vector, window - part.reshape(-1), (begin,))
+
+
+def _by_blocks(add: Callable[[T, int | jax.Array, int], T], carry: T, rows: int, columns: int) -> T:
+    """Goes over a matrix in blocks of rows: ``carry = add(carry, first row, how many rows)``."""
+    size = min(max(BLOCK // columns, 1), rows)
+    count, left = divmod(rows, size)
+    carry = lax.fori_loop(0, count, lambda i, carry: add(carry, i * size, size), carry)
+    return add(carry, count * size, left) if left else carry
