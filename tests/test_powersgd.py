@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jsparse
@@ -17,6 +18,7 @@ from jsparse._engine.memory import ErrorFeedback
 from jsparse._engine.space import Shards
 from jsparse._engine.synchroniser import Composition
 from jsparse._presets.powersgd import LowRank, _orthonormal
+from jsparse._vector import parts
 from tiers import quick
 from transports import AXIS
 
@@ -56,12 +58,20 @@ def flat(leaves, size: int) -> np.ndarray:
 @pytest.mark.parametrize("size", quick([1, 2, 3, 8], 3))
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 @pytest.mark.parametrize("dtype, count, close", [(np.float32, 16, 1e-4), (np.float64, 20, 1e-12)])
-def test_it_is_the_published_algorithm(subtract: str, size: int, dtype: type, count: int, close: float):
+@pytest.mark.parametrize("block", [1, 200, parts.BLOCK, None])
+def test_it_is_the_published_algorithm(
+    subtract: str, size: int, dtype: type, count: int, close: float, block: int | None, monkeypatch: pytest.MonkeyPatch
+):
     """Vectors and small matrices are averaged; the mean residual is exact.
 
     With one worker, rounding errors of float32 grow from 1e-5 to 1e-4 from step 16 to step 20, so
-    the last steps are compared in float64.
+    the last steps are compared in float64. Matrices are multiplied in blocks of three rows, in
+    blocks of which the last is incomplete, in one, and as on other devices than CPUs.
     """
+    monkeypatch.setattr(parts, "BLOCK", block or parts.BLOCK)
+    monkeypatch.setattr(parts, "FEW", RANK)
+    if block is None:
+        monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     with jax.enable_x64(dtype == np.float64):
         _compare(subtract, size, gradients(size, count, dtype=dtype), close)
 
@@ -378,7 +388,7 @@ def test_it_trains():
 
 @pytest.mark.parametrize("subtract", ["local", "mean"])
 def test_memory(subtract: str):
-    """A step makes one vector, and updates the residual in place."""
+    """A step updates the residual in place, and makes no array as long as a matrix beside it."""
     shapes = [(512, 512)] * 4 + [(256, 1024)] * 2 + [(512,)]
     n = sum(int(np.prod(shape)) for shape in shapes)
     mesh, along, tx = transports.mesh(2), PartitionSpec(AXIS), jsparse.powersgd(AXIS, subtract=subtract)
@@ -392,4 +402,4 @@ def test_memory(subtract: str):
     given = [jax.ShapeDtypeStruct((2, *shape), jnp.float32, sharding=NamedSharding(mesh, along)) for shape in shapes]
     memory = jax.jit(step, donate_argnums=1).lower(given, state).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * n
-    assert memory.temp_size_in_bytes < 1.2 * 4 * n
+    assert memory.temp_size_in_bytes < 4 * 512 * 512

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
-from .._vector.parts import scaled
+from .._vector.parts import rescale
 from .._vector.sparse_vector import SparseVector, Vector
 
 
@@ -23,10 +23,10 @@ class Quotient(NamedTuple):
     divisor: float
 
     def value(self) -> Any:
-        """``total / divisor``; runs are divided one by one."""
+        """``total / divisor``, in the form of the total; runs are divided one by one."""
         if isinstance(self.total, SparseVector):
             return SparseVector(self.total.values / self.divisor, self.total.indices, self.total.n)
-        return scaled(self.total, lambda x: x / self.divisor)
+        return rescale(self.total, lambda x: x / self.divisor)
 
 
 Mean: TypeAlias = Callable[[Vector, int], Quotient]

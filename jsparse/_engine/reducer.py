@@ -39,6 +39,9 @@ class Counts(NamedTuple):
 class Reduced(NamedTuple):
     """What a reducer makes of a vector.
 
+    A vector is an array of shape ``(n,)``, a :class:`SparseVector`, or :class:`Parts`, of which
+    ``to_dense`` makes an array.
+
     Attributes:
       acc: the vector, shape ``(n,)``, or a run where nothing was kept.
       sent: what of it was sent.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._comm.comm import Comm, axes_of
 from .._comm.metered import Metered
 from .._vector.buckets import Bucket
-from .._vector.parts import scaled
+from .._vector.parts import rescale
 from .._vector.sparse_vector import Leaf, SparseVector, flatten, one_run
 from ..allreduce import Dense
 from .agreement import agree, check, not_finite, pmax_over
@@ -108,7 +108,7 @@ class Means(NamedTuple):
     def _parts(self, bucket: Bucket, quotient: Quotient) -> list[jax.Array]:
         layout = bucket.layout
         if not isinstance(quotient.total, SparseVector):
-            return layout.unravel(scaled(quotient.value(), lambda x: jnp.where(self.bad, jnp.nan, x)))
+            return layout.unravel(rescale(quotient.value(), lambda x: jnp.where(self.bad, jnp.nan, x)))
         # One run is divided before it becomes dense, several after they are added: both round
         # once.
         one_run = quotient.total.values.ndim == 1

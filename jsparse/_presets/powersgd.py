@@ -18,7 +18,7 @@ from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_fields
 from .._vector.layout import Layout
-from .._vector.parts import Factored, Parts, product, scaled
+from .._vector.parts import Factored, Parts, multiply_window, rescale
 from .._vector.pending import Pending
 from .._vector.random import key_of
 
@@ -116,11 +116,11 @@ class LowRank(Reducer):
         leaves = list(zip(self.matrices(layout), itertools.pairwise(layout.offsets), strict=True))
         limit = largest_addend(acc.dtype, 2 * max([1, *(matrix.rank for matrix, _ in leaves if matrix)]) * comm.size)
 
-        def products(vector: jax.Array, others: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-            """The product of each matrix that travels as factors and another, as factors."""
+        def products(acc: jax.Array, others: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+            """Each matrix that travels as factors times one of these, fit to be sent."""
             compressed = [(matrix, begin) for matrix, (begin, _) in leaves if matrix]
             pairs = zip(compressed, others, strict=True)
-            return [factor(product(vector, begin, matrix[:2], other, axis)) for (matrix, begin), other in pairs]
+            return [factor(multiply_window(acc, begin, matrix[:2], other, axis)) for (matrix, begin), other in pairs]
 
         def factor(x: jax.Array) -> jax.Array:
             """A factor to be sent: finite when summed, and zero in a step that does not count."""
@@ -144,9 +144,10 @@ class LowRank(Reducer):
         q, q_sums = _sum_together(comm, q)
         total, delivered = vector(self.applied(q_sums, bases, comm.size), rest_sums), vector(self.taken(q), rest)
         if q:
-            # It waits for the sums, which are finite. Otherwise XLA would keep a copy of the
-            # vector, to multiply one matrix while another is subtracted from it.
-            delivered = scaled(delivered, lambda x: jnp.where(q_sums[0][0, 0] < jnp.inf, x, 0))
+            # It depends on the sums, which are finite. Otherwise XLA would keep a copy of the
+            # vector, to multiply one matrix after another was subtracted from it. A barrier does
+            # not outlast the passes before copies are added.
+            delivered = rescale(delivered, lambda x: jnp.where(q_sums[0][0, 0] < jnp.inf, x, 0))
         pairs = zip(state.q, q_sums, bases, strict=True)  # A column without a direction stays.
         after = tuple(directions(new, old, max(len(basis), len(new))) for old, new, basis in pairs)
         return Reduced(again, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
@@ -219,7 +220,7 @@ def powersgd(
 
 
 def _sum_together(comm: Comm, arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What of arrays is sent, and their sums over the workers, by one all-reduce."""
+    """The arrays as they are sent, and their sums over the workers, by one all-reduce."""
     if not arrays:
         return [], []
     whole, unravel = ravel_pytree(arrays)

@@ -12,11 +12,13 @@ from jax import lax
 from kernels_pallas import varying_as
 
 T = TypeVar("T")
-# Up to this rank a product of factors is written out as a sum of outer products, but on CPUs.
+# Up to this rank a product of factors is written out as a sum of outer products, except on CPUs.
 UNROLLED = 8
 # How many elements of a matrix are read or written at a time on CPUs: as many as a core's cache
-# holds.
+# holds. A block has at least so many rows, and with higher ranks than this it is the whole matrix:
+# then most time goes into products, and the factors would be read anew for each block.
 BLOCK = 2**16
+FEW = 32
 
 
 class Factored(NamedTuple):
@@ -36,40 +38,36 @@ class Factored(NamedTuple):
         return self.left.shape[0] * self.right.shape[0]
 
     def whole(self) -> jax.Array:
-        """The matrix, shape ``(rows, columns)``.
-
-        A sum of few outer products is elementwise, so on a GPU XLA forms it where it is read. A
-        product of matrices is stored first, which is faster on CPUs.
-        """
-
-        def stored(left: jax.Array, right: jax.Array) -> jax.Array:
-            return multiply(left, right, (1, 1))
-
-        def written_out(left: jax.Array, right: jax.Array) -> jax.Array:
-            columns = [left[:, k : k + 1] * right[:, k : k + 1].T for k in range(right.shape[1])]
-            return functools.reduce(jnp.add, columns)
-
-        few = self.right.shape[1] <= UNROLLED
-        return lax.platform_dependent(self.left, self.right, cpu=stored, default=written_out if few else stored)
+        """The matrix, shape ``(rows, columns)``."""
+        stored = functools.partial(multiply, axes=(1, 1))
+        return lax.platform_dependent(*self, cpu=stored, default=_outer)
 
     def subtract_from(self, vector: jax.Array, begin: jax.Array) -> jax.Array:
-        """The vector, from whose window that begins there the matrix is subtracted.
+        """Subtracts the matrix from a window of a vector.
 
-        This is in place if the vector may be overwritten, and the beginning is no constant.
+        This is in place if the vector may be overwritten, and XLA does not know ``begin``.
+
+        Args:
+          vector: shape ``(n,)``.
+          begin: int32 scalar: where the window begins.
+
+        Returns:
+          The vector, shape ``(n,)``.
         """
         columns = self.right.shape[0]
 
         def in_turn(vector: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
             def add(vector: jax.Array, first: int | jax.Array, size: int) -> jax.Array:
                 rows = lax.dynamic_slice_in_dim(left, first, size)
-                return _subtract_window(vector, begin + first * columns, multiply(rows, right, (1, 1)))
+                return _subtract(vector, begin + first * columns, multiply(rows, right, (1, 1)))
 
             return _by_blocks(add, vector, left.shape[0], columns)
 
         def at_once(vector: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-            return _subtract_window(vector, begin, Factored(left, right).whole())
+            return _subtract(vector, begin, _outer(left, right))
 
-        return lax.platform_dependent(vector, self.left, self.right, cpu=in_turn, default=at_once)
+        on_cpu = in_turn if self.right.shape[1] <= FEW else at_once
+        return lax.platform_dependent(vector, *self, cpu=on_cpu, default=at_once)
 
 
 class Parts(NamedTuple):
@@ -103,32 +101,44 @@ class Parts(NamedTuple):
             if isinstance(part, Factored):
                 vector = part.subtract_from(vector, begin + zero)
             else:
-                vector = _subtract_window(vector, begin + zero, part)
+                vector = _subtract(vector, begin + zero, part)
         return vector
 
 
-def scaled(x: Any, scale: Callable[[jax.Array], jax.Array]) -> Any:
-    """A vector, or a part of one, times a number, by which ``scale`` multiplies arrays."""
+def rescale(x: Any, scale: Callable[[jax.Array], jax.Array]) -> Any:
+    """A dense vector, or a part of one, times a number.
+
+    Args:
+      x: an array, :class:`Parts`, or one of these.
+      scale: multiplies an array by the number, which may be NaN. Of a matrix that is given by its
+        factors it multiplies the right one.
+    """
     if isinstance(x, Parts):
-        return Parts([scaled(part, scale) for part in x.parts])
+        return Parts([rescale(part, scale) for part in x.parts])
     return x._replace(right=scale(x.right)) if isinstance(x, Factored) else scale(x)
 
 
 def multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The product of two matrices, summed over these axes, in full precision."""
+    """The product of two matrices, summed over an axis of each, in full precision.
+
+    The result has their other axes, that of ``a`` first.
+    """
     over = (axes[:1], axes[1:])
     return lax.dot_general(a, b, (over, ((), ())), precision=lax.Precision.HIGHEST)
 
 
-def product(vector: jax.Array, begin: int, shape: tuple[int, int], other: jax.Array, axis: int) -> jax.Array:
-    """The product of a matrix that a vector holds, and another one.
+def multiply_window(vector: jax.Array, begin: int, shape: tuple[int, int], other: jax.Array, axis: int) -> jax.Array:
+    """The product of a matrix that stands in a vector, and another one.
 
     Args:
       vector: shape ``(n,)``.
       begin: where the matrix begins.
-      shape: the matrix's.
-      other: it has as many rows as the axis is long.
-      axis: of the matrix, over which is summed: 0 or 1.
+      shape: ``(rows, columns)`` of the matrix.
+      other: shape ``(rows, rank)`` for axis 0, ``(columns, rank)`` for axis 1.
+      axis: of the matrix, over which is summed.
+
+    Returns:
+      An array of shape ``(columns, rank)`` for axis 0, ``(rows, rank)`` for axis 1.
     """
     rows, columns = shape
 
@@ -149,17 +159,29 @@ def product(vector: jax.Array, begin: int, shape: tuple[int, int], other: jax.Ar
         total = _by_blocks(add, varying_as(start, vector), rows, columns)
         return total.T if axis == 0 else total
 
-    return lax.platform_dependent(vector, other, cpu=in_turn, default=at_once)
+    return lax.platform_dependent(vector, other, cpu=in_turn if other.shape[1] <= FEW else at_once, default=at_once)
 
 
-def _subtract_window(vector: jax.Array, begin: jax.Array, part: jax.Array) -> jax.Array:
+def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
+    """``left right^T``, on other devices than CPUs.
+
+    A sum of few outer products is elementwise, so XLA forms it where it is read. A product of
+    matrices is stored first.
+    """
+    if right.shape[1] > UNROLLED:
+        return multiply(left, right, (1, 1))
+    columns = [left[:, k : k + 1] * right[:, k : k + 1].T for k in range(right.shape[1])]
+    return functools.reduce(jnp.add, columns)
+
+
+def _subtract(vector: jax.Array, begin: jax.Array, part: jax.Array) -> jax.Array:
     window = lax.dynamic_slice(vector, (begin,), (part.size,))
     return lax.dynamic_update_slice(vector, window - part.reshape(-1), (begin,))
 
 
 def _by_blocks(add: Callable[[T, int | jax.Array, int], T], carry: T, rows: int, columns: int) -> T:
     """Goes over a matrix in blocks of rows: ``carry = add(carry, first row, how many rows)``."""
-    size = min(max(BLOCK // columns, 1), rows)
+    size = min(max(BLOCK // columns, FEW), rows)
     count, left = divmod(rows, size)
     carry = lax.fori_loop(0, count, lambda i, carry: add(carry, i * size, size), carry)
     return add(carry, count * size, left) if left else carry
