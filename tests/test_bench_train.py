@@ -14,18 +14,26 @@ from jsparse.bench.nets import NETS
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "size"), [("dense", (28, 28, 1), 20_037_642), ("vgg16", (32, 32, 3), 14_719_818)]
+    ("name", "shape", "size", "labels"),
+    [
+        ("dense", (28, 28, 1), 20_037_642, (10,)),
+        ("vgg16", (32, 32, 3), 14_719_818, (10,)),
+        ("resnet20", (32, 32, 3), 269_722, (10,)),
+        ("lstm", (35,), 66_022_000, (35, 10_000)),
+    ],
 )
-def test_nets(name: str, shape: tuple[int, ...], size: int):
+def test_nets(name: str, shape: tuple[int, ...], size: int, labels: tuple[int, ...]):
     """The nets have the papers' numbers of parameters.
 
     The thesis's net for MNIST has 784, 4,096, 4,096 and 10 units; VGG-16 has thirteen convolutions
-    and a dense layer.
+    and a dense layer. The LSTM has one vector of biases a layer, where cuDNN's has two.
     """
     net = nnx.eval_shape(lambda: NETS[name](shape, 4096, nnx.Rngs(0)))
     params = jax.tree.leaves(nnx.state(net, nnx.Param))
     assert sum(int(np.prod(leaf.shape)) for leaf in params) == size
-    assert nnx.eval_shape(lambda net, x: net(x), net, jax.ShapeDtypeStruct((2, *shape), np.float32)).shape == (2, 10)
+    given = jax.ShapeDtypeStruct((2, *shape), np.int32 if name == "lstm" else np.float32)
+    assert nnx.eval_shape(lambda net, x: net(x), net, given).shape == (2, *labels)
+    assert tuple(NETS) == train.NETS
 
 
 def told(name: str, step: list[float], accuracy: list[float], **parts: list[float]) -> dict:
@@ -77,8 +85,9 @@ def test_figures(tmp_path, capsys):
         (["--form", "magic"], "--form is 'magic'; choose from dense"),
         (["--rate", "fast"], "write it like 100mbit"),
         (["--net", "vgg16"], "--data cifar10 or random"),
+        (["--net", "lstm"], "--data random"),
         (["--data", "mnist"], "--data-dir"),
-        (["--batch", "1000"], "more than the 1440 training images"),
+        (["--batch", "1000"], "more than the 1440 training examples"),
         (["--density", "2"], "density is 2"),
     ],
 )

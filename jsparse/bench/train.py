@@ -13,8 +13,8 @@ A step has three parts. The first two are measured by themselves, on all hosts a
 - communication: the rest of the step, which is messages, sums of what arrives, and waiting for the
   cores that the hosts share.
 
-The net is the one that the SparCML thesis trains on MNIST, with two hidden layers of 4,096, or
-VGG-16 for images of 32 x 32. Needs Linux, root and Flax.
+The net is the one that the SparCML thesis trains on MNIST, with two hidden layers of 4,096; VGG-16
+or ResNet-20 for images of 32 x 32; or LSTM-PTB for words. Needs Linux, root and Flax.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from .job import add_job_options
 from .reports import run_workers, slowest
 
 HELP = "train over slow links to a target accuracy, dense and sparse"
+NETS = ("dense", "vgg16", "resnet20", "lstm")
 DEFAULT = ("dense", "oktopk", "oktopk, compact bf16")
 PARTS = ("computation", "selection", "communication")
 # Shades of grey, because the colours stand for the forms.
@@ -41,14 +42,14 @@ SHADES = ("0.85", "0.6", "0.3")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})"
     add_job_options(parser, form=form)
-    parser.add_argument("--net", choices=["dense", "vgg16"], default="dense", help="net to train (default dense)")
+    parser.add_argument("--net", choices=NETS, default="dense", help="net to train (default dense)")
     parser.add_argument("--width", type=int, default=4096, help="width of the dense net's hidden layers (default 4096)")
     parser.add_argument(
         "--data",
         choices=["digits", "mnist", "cifar10", "random"],
         default="digits",
-        help="images: scikit-learn's digits (default), MNIST's or CIFAR-10's from files, or noise of 32 x 32, from "
-        "which there is nothing to learn",
+        help="images: scikit-learn's digits (default), MNIST's or CIFAR-10's from files, or noise of 32 x 32, or for "
+        "the lstm random words, from which there is nothing to learn",
     )
     parser.add_argument("--data-dir", metavar="DIR", help="directory of MNIST's or CIFAR-10's files")
     parser.add_argument("--batch", type=int, default=32, help="examples a host and step (default 32)")
@@ -68,15 +69,17 @@ def run(args: argparse.Namespace) -> None:
     from .train_worker import TrainJob
 
     check_at_least(args, width=1, batch=1, steps=1, every=1)
-    if args.net == "vgg16" and args.data not in ("cifar10", "random"):
-        raise ValueError(f"vgg16 takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
+    if args.net in ("vgg16", "resnet20") and args.data not in ("cifar10", "random"):
+        raise ValueError(f"{args.net} takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
+    if args.net == "lstm" and args.data != "random":
+        raise ValueError(f"the lstm takes words: choose --data random, not {args.data}")
     if args.data == "random":
         args.target = None  # There is nothing to learn from noise.
     job = TrainJob.chosen(args, [form.name for form in FORMS if not form.levels], DEFAULT)
     count = len(job.images().train_y)
     if count < job.hosts * job.batch:
         raise ValueError(
-            f"a batch of {job.hosts * job.batch} is more than the {count} training images: lower --hosts or --batch"
+            f"a batch of {job.hosts * job.batch} is more than the {count} training examples: lower --hosts or --batch"
         )
     runs = [combine(told) for told in zip(*train(job), strict=True)]
     output(args, {**vars(job), "runs": runs}, show, draw)

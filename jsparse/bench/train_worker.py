@@ -26,15 +26,16 @@ from .forms import FORMS, Form
 from .hosts import counters
 from .images import Images, load_images
 from .job import Job
-from .nets import CLASSES, NETS
+from .nets import CLASSES, NETS, WORDS
 from .network_worker import Selecting, agreement
 from .reports import ask_for_rate, tell, work
 from .timing import time_steps, timed
 
 AXIS = "hosts"
 MOMENTUM = 0.9
-# The number of images of the data set "random".
-RANDOM = 512
+# The number of examples of the data set "random", and of the words of a text in it: as many as the
+# papers train LSTM-PTB with.
+RANDOM, TEXT = 512, 35
 # Each host tests so many images at a time.
 TESTED = 500
 
@@ -47,7 +48,7 @@ class TrainJob(Job):
       net: a key of :data:`NETS`.
       width: width of the dense net's hidden layers.
       data, data_dir: as :func:`.load_images` takes them; ``"random"`` is noise in the shape of
-        CIFAR-10.
+        CIFAR-10, or texts of random words for the net ``"lstm"``.
       batch: examples a host and step.
       learning_rate: of SGD with momentum.
       target: the accuracy at which training ends; None to take all steps.
@@ -70,11 +71,17 @@ class TrainJob(Job):
     repeats: int = 9
 
     def images(self) -> Images:
-        """Loads the data set, or makes the random one."""
+        """Loads the data set, or makes the random one.
+
+        A text has a label for each word.
+        """
         if self.data != "random":
             return load_images(self.data, None if self.data_dir is None else pathlib.Path(self.data_dir))
         rng = np.random.default_rng(self.seed)
-        x, y = rng.random((RANDOM, 32, 32, 3), np.float32), rng.integers(0, CLASSES, RANDOM, np.int32)
+        if self.net == "lstm":
+            x, y = rng.integers(0, WORDS, (2, RANDOM, TEXT), np.int32)
+        else:
+            x, y = rng.random((RANDOM, 32, 32, 3), np.float32), rng.integers(0, CLASSES, RANDOM, np.int32)
         return Images(x, y, x[:1], y[:1])
 
 
@@ -98,8 +105,9 @@ def shares_of(x: np.ndarray, y: np.ndarray, rank: int, hosts: int) -> Iterator[t
     for start in range(0, len(y), hosts * count):
         own = slice(start + rank, start + hosts * count, hosts)
         blank = count - len(y[own])
-        filled = np.pad(x[own], [(0, blank), *[(0, 0)] * (x.ndim - 1)])
-        yield filled, np.pad(y[own], (0, blank), constant_values=-1)
+        x_own, y_own = (np.pad(a[own], [(0, blank), *[(0, 0)] * (a.ndim - 1)]) for a in (x, y))
+        y_own[count - blank :] = -1
+        yield x_own, y_own
 
 
 class Trainer:
