@@ -1,5 +1,7 @@
 """What should hold in each process of several, asserted there."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jsparse
 import processes
+from jsparse._comm import gloo
 from jsparse._train import stats as _stats
 
 AXIS = "data"
@@ -106,6 +109,25 @@ def test_figures_are_gathered_in_one_message(rank: int, mesh: Mesh, step: jspars
     np.testing.assert_allclose(figures["jsparse/residual_norm"], norm, rtol=1e-5)
     inside = jax.jit(jsparse.metrics)(state.opt_state, state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), inside, figures)
+
+
+def test_long_messages(rank: int, mesh: Mesh, step: jsparse.TrainStep):
+    """Over gloo pairs exchange them by sums, and sums go round in a ring."""
+    comm, along = jsparse.AxisComm(AXIS), PartitionSpec(AXIS)
+    every = np.random.default_rng(0).integers(-(2**31), 2**31, (4, 4, 37), dtype=np.int32)
+    partners = [1, 0, 3, 2]
+    calls = {
+        "all_to_all": (comm.all_to_all, every.swapaxes(0, 1)),
+        "psum_scatter": (comm.psum_scatter, every.sum(axis=0, dtype=np.int32)),
+        "ppermute": (lambda x: comm.ppermute(x, list(enumerate(partners))), every[partners]),
+    }
+    x = jax.make_array_from_callback(every.shape, NamedSharding(mesh, along), every.__getitem__)
+    with mock.patch.object(gloo, "LONG", 16):
+        for name, (call, expected) in calls.items():
+            local = jax.shard_map(lambda x, call=call: call(x[0])[None], mesh=mesh, in_specs=along, out_specs=along)
+            assert "psum" in {part.name for part in jsparse.traffic(local, x).collectives} or name == "psum_scatter"
+            for shard in jax.jit(local)(x).addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[shard.index], err_msg=name)
 
 
 def test_figures_of_a_long_gradient(rank: int, mesh: Mesh, step: jsparse.TrainStep):

@@ -113,7 +113,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch, capsy
     told = reports(JOB)
     told[1].pop()
 
-    def fail(job):
+    def fail(job, heard):
         raise WorkerFailedError("a worker failed:\nno memory", told)
 
     monkeypatch.setattr(network, "measure", fail)
@@ -124,6 +124,44 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch, capsy
     assert "no memory" in capsys.readouterr().err
     names = [form["name"] for form in json.loads(path.read_text())["forms"]]
     assert names == 2 * ["dense"] + 2 * ["oktopk"] + ["torch all_reduce"]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+    """A form that lacks a rate is measured again, others are not; the file of another job is
+    refused.
+    """
+    path, asked, told = tmp_path / "x.json", [], reports(JOB)
+    options = ["--hosts", "3", "--rate", "1gbit", "100mbit", "--size", str(N), "--repeats", "2", "--json", str(path)]
+    options = ["bench", "network", *options, "--form", "oktopk", "--form", "torch all_reduce"]
+
+    def stop(job, heard):
+        asked.append(job.forms)
+        heard([one[:1] for one in told])
+        heard([one[:3] for one in told])
+        raise KeyboardInterrupt
+
+    def go_on(job, heard):
+        asked.append(job.forms)
+        return [[report for report in one if report["name"] in job.forms] for one in told]
+
+    monkeypatch.setattr(network, "measure", stop)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        cli.main(options)
+    assert [form["name"] for form in json.loads(path.read_text())["forms"]] == ["dense", "dense", "oktopk"]
+    monkeypatch.setattr(network, "measure", go_on)
+    cli.main([*options, "--resume"])
+    cli.main([*options, "--resume"])
+    assert asked == [["dense", "oktopk", "torch all_reduce"], ["oktopk", "torch all_reduce"], []]
+    figures = json.loads(path.read_text())
+    expected = network.over_dense(network.combine(JOB, told))
+    assert figures["forms"] == json.loads(json.dumps(expected))
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(SystemExit):
+        cli.main([*options, "--resume", "--density", "0.1"])
+    assert "density is 0.01 there and 0.1 here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "network", "--resume"])
+    assert "name one" in capsys.readouterr().err
 
 
 def reports(job: NetworkJob) -> list[list[dict]]:
@@ -150,7 +188,7 @@ def reports(job: NetworkJob) -> list[list[dict]]:
 
 
 def test_reports_are_combined(tmp_path, capsys):
-    forms = network.combine(JOB, reports(JOB))
+    forms = network.over_dense(network.combine(JOB, reports(JOB)))
     assert len(forms) == 6
     dense, sparse, peer = (form for form in forms if form["rate"] == "100mbit")
     # The slowest hosts took 102 ms and 90 ms for the two steps.

@@ -395,25 +395,22 @@ def integers(row: Row, state: jsparse.SparseAllReduceState, size: int, rng) -> I
         yield of._replace(memory=memory)
 
 
-# Presets whose workers exchange in pairs, where their number is a power of two.
-PAIRED = ("gtopk", "ssar_recursive_doubling", "dsar_split_allgather", "oktopk")
-
-
 def over_transports() -> Iterator[Any]:
     """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one
     level alone.
 
-    In the quick tests only two rows are run over ``shard_map``, and one whose workers exchange in
-    pairs as over gloo.
+    Over ``gloo`` runs one row of each preset. In the quick tests only two rows are run over
+    ``shard_map``, and two as over gloo.
     """
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
             slow = few and size != row.usual_size
             yield case(row, size, "shard_map", slow=slow, full=row.name not in ("oktopk", "hitopk"))
-        if row.preset in PAIRED and 8 in row.sizes:
-            marks = [] if row.name == "gtopk" else [pytest.mark.full]
-            yield pytest.param(row, 8, "gloo", id=f"{row}-8-gloo", marks=marks)
+        if row.name == row.preset:
+            marks = [] if row.name in ("gtopk", "hitopk") else [pytest.mark.full]
+            size = max(some(row, 8))
+            yield pytest.param(row, size, "gloo", id=f"{row}-{size}-gloo", marks=marks)
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
             yield case(row, row.usual_size, transport, slow=few, full=True)
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jsparse
 from algorithms import DENSITY, Row
-from jsparse._comm import comm
+from jsparse._comm import gloo
 
 AXIS = "workers"
 LEVELS = ("nodes", "gpus")
@@ -112,7 +112,7 @@ def workers(row: Row, size: int, transport: str = "vmap", density: float = DENSI
             return stack(tx.init(zeros()))
 
         def local_update(grads, state):
-            with mock.patch.object(comm, "_over_gloo", return_value=transport == "gloo"):
+            with mock.patch.multiple(gloo, in_use=lambda: transport == "gloo", LONG=64):
                 updates, state = tx.update(unstack(grads), unstack(state))
             return updates if row.alike else stack(updates), stack(state)
 

@@ -10,6 +10,8 @@ from jax import lax
 
 from kernels_pallas import varying_as, varying_axes
 
+from . import gloo
+
 T = TypeVar("T")
 # The compiler keeps this name of a collective: by it one finds ours among all of a program.
 SCOPE = "jsparse"
@@ -154,6 +156,8 @@ class AxisComm:
 
     @jax.named_scope(SCOPE)
     def all_to_all(self, x: jax.Array) -> jax.Array:
+        if self._over_gloo:
+            return gloo.all_to_all(self.varying(x), self.axis)
         return lax.all_to_all(self.varying(x), self.axis, split_axis=0, concat_axis=0)
 
     @jax.named_scope(SCOPE)
@@ -167,15 +171,15 @@ class AxisComm:
 
     @jax.named_scope(SCOPE)
     def psum_scatter(self, x: jax.Array) -> jax.Array:
+        if self._over_gloo:
+            return gloo.psum_scatter(self.varying(x), self.axis)
         return lax.psum_scatter(self.varying(x), self.axis)
 
     @jax.named_scope(SCOPE)
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
-        if set(axes_of(self)) <= set(jax.sharding.get_abstract_mesh().manual_axes):
-            partners = dict(perm)
-            paired = all(source != target and partners.get(target) == source for source, target in perm)
-            if paired and len(perm) == self.size and _over_gloo():
-                return self._exchange(self.varying(x), partners)
+        if self._over_gloo:
+            return gloo.permute(self.varying(x), self.axis, dict(perm))
+        if self._in_shard_map:
             return lax.ppermute(self.varying(x), self.axis, perm)
         # vmap wants every worker to send and to receive: workers outside all pairs do so among
         # themselves.
@@ -183,18 +187,6 @@ class AxisComm:
         idle = [[rank for rank in range(self.size) if rank not in busy] for busy in (senders, targets)]
         moved = lax.ppermute(x, self.axis, [*perm, *zip(*idle, strict=True)])
         return jnp.where(jnp.array([rank in targets for rank in range(self.size)])[self.rank()], moved, 0)
-
-    def _exchange(self, x: jax.Array, partners: dict[int, int]) -> jax.Array:
-        """Exchanges ``x`` between partners, by an all-gather of each pair.
-
-        Over gloo the two messages of a ppermute would go one after the other: a worker announces
-        that it can receive on the connection on which it sends, behind what it sends. An
-        all-gather sends halves.
-        """
-        pairs = [[rank, partner] for rank, partner in partners.items() if rank < partner]
-        both = lax.all_gather(x, self.axis, axis_index_groups=pairs)
-        second = jnp.array([partners[rank] < rank for rank in range(self.size)])[self.rank()]
-        return jnp.where(second, both[0], both[1])
 
     def switch(self, index: jax.Array, branches: Sequence[Callable[[], T]], *, replicated: bool = False) -> T:
         if not replicated:
@@ -227,6 +219,14 @@ class AxisComm:
         return self._axes <= varying_axes(x)
 
     @property
+    def _in_shard_map(self) -> bool:
+        return set(axes_of(self)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+    @property
+    def _over_gloo(self) -> bool:
+        return self._in_shard_map and gloo.in_use()
+
+    @property
     def _axes(self) -> frozenset[str]:
         """This Comm's axes if their variance is tracked, as ``check_vma=True`` does, else none."""
         return varying_axes(lax.axis_index(self.axis))
@@ -235,12 +235,6 @@ class AxisComm:
     def _others(self) -> frozenset[str]:
         """The other axes whose variance is tracked."""
         return frozenset(jax.sharding.get_abstract_mesh().manual_axes) - self._axes if self._axes else self._axes
-
-
-def _over_gloo() -> bool:
-    """Whether messages between workers go over gloo: on CPUs of several processes."""
-    several = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    return several and jax.config.jax_cpu_collectives_implementation == "gloo"  # type: ignore[attr-defined]
 
 
 def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:

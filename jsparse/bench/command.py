@@ -103,9 +103,20 @@ def output(
     else:
         show(figures)
         if args.json:
-            args.json.write_text(json.dumps(figures, indent=2))
+            write_json(args.json, figures)
     if args.plot:
         draw(figures, args.plot)
+
+
+def write_json(path: pathlib.Path, figures: dict[str, Any]) -> None:
+    """Writes figures to a file, which has the old ones until it has all of the new."""
+    path, text = path.resolve(), json.dumps(figures, indent=2)
+    if path.exists() and not path.is_file():  # Such as a terminal.
+        path.write_text(text)
+        return
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def progress_bar(*, disable: bool = False) -> rich.progress.Progress:

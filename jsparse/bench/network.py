@@ -21,11 +21,14 @@ PowerSGD are measured in the same run. Needs Linux and root.
 """
 
 import argparse
+import collections
 import dataclasses
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,11 +36,11 @@ import rich.console
 import rich.table
 
 from .._vector.density import elements_kept
-from .command import add_output_options, check_at_least, numbers, output, subplots, whole_number
+from .command import add_output_options, check_at_least, numbers, output, subplots, whole_number, write_json
 from .forms import FORMS
 from .hosts import bits_per_second
 from .job import NetworkJob, add_job_options
-from .reports import WorkerFailedError, run_workers, slowest
+from .reports import Reports, WorkerFailedError, run_workers, slowest
 from .timing import spread
 from .torch_worker import TORCH_FORMS
 
@@ -58,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, default=1, metavar="D", help="workers on each host, each with a gradient (default 1)"
     )
-    add_output_options(parser, plot="the times")
+    parser.add_argument("--resume", action="store_true", help="measure the forms alone that --json's file lacks")
+    add_output_options(parser, plot="the times", figures="the figures, as they come,")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,14 +71,45 @@ def run(args: argparse.Namespace) -> None:
     # A process of PyTorch is one worker.
     names = ours if args.devices > 1 else [*ours, *TORCH_FORMS]
     job = NetworkJob.chosen(args, names, default=names)
+    before = resumed(args, job) if args.resume else []
+    missing = [name for name in job.forms if name not in {result["name"] for result in before}]
+
+    def figures(reports: Reports) -> dict[str, Any]:
+        forms = over_dense([*before, *combine(job, reports)])
+        return {**describe(job), "forms": forms}
+
+    def keep(reports: Reports) -> None:
+        if isinstance(args.json, pathlib.Path):
+            write_json(args.json, figures(reports))
+
     try:
-        forms = measure(job)
+        reports = measure(dataclasses.replace(job, forms=missing), keep)
     except WorkerFailedError as error:
-        forms = combine(job, error.reports)
-        if forms:  # So that a long measurement is not lost.
-            output(args, {**describe(job), "forms": forms}, show, draw_times)
+        if before or any(error.reports):  # So that a long measurement is not lost.
+            output(args, figures(error.reports), show, draw_times)
         raise
-    output(args, {**describe(job), "forms": forms}, show, draw_times)
+    output(args, figures(reports), show, draw_times)
+
+
+def resumed(args: argparse.Namespace, job: NetworkJob) -> list[dict[str, Any]]:
+    """The figures in ``--json``'s file of forms that were measured at every rate.
+
+    Raises:
+      ValueError: the file is of another job.
+    """
+    if not isinstance(args.json, pathlib.Path):
+        raise ValueError("--resume reads what there is from the file of --json: name one")
+    if not args.json.exists():
+        return []
+    figures = json.loads(args.json.read_text())
+    for name, value in describe(job).items():
+        if name != "forms" and figures.get(name) != value:
+            raise ValueError(
+                f"--resume goes on where {args.json} ends, but {name} is {figures.get(name)} there and {value} here: "
+                "give the same options, or name another file"
+            )
+    counts = collections.Counter(result["name"] for result in figures["forms"])
+    return [result for result in figures["forms"] if counts[result["name"]] == len(job.rates)]
 
 
 def describe(job: NetworkJob) -> dict[str, Any]:
@@ -87,11 +122,15 @@ def describe(job: NetworkJob) -> dict[str, Any]:
     }
 
 
-def measure(job: NetworkJob) -> list[dict[str, Any]]:
-    """Runs the job on as many hosts, and returns the figures of every form at every rate.
+def measure(job: NetworkJob, heard: Callable[[Reports], None]) -> Reports:
+    """Runs the job on as many hosts, and returns what each reports of every form at every rate.
 
     Processes keep what they free, and their memory grows from form to form. So a few forms at a
     time are measured in new ones.
+
+    Args:
+      job: the job.
+      heard: takes the reports so far, whenever there are more.
 
     Raises:
       WorkerFailedError: a worker failed.
@@ -101,10 +140,10 @@ def measure(job: NetworkJob) -> list[dict[str, Any]]:
     runs = [("jsparse.bench.network_worker", dataclasses.replace(job, forms=group)) for group in groups]
     if importlib.util.find_spec("torch") and any(name in job.forms for name in TORCH_FORMS):
         runs.append(("jsparse.bench.torch_worker", job))
-    return combine(job, run_workers(runs, len(job.rates) * len(job.forms)))
+    return run_workers(runs, len(job.rates) * len(job.forms), heard) if runs else []
 
 
-def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def combine(job: NetworkJob, reports: Reports) -> list[dict[str, Any]]:
     """Combines the reports of all hosts into the figures of each form at each rate.
 
     Args:
@@ -137,11 +176,13 @@ def combine(job: NetworkJob, reports: list[list[dict[str, Any]]]) -> list[dict[s
             result["rest_ms"] = max(computing - selection, 0.0)
             result["communication_ms"] = max(result["median_ms"] - computing, 0.0)
         results.append(result)
-    for rate in job.rates:
-        here = [result for result in results if result["rate"] == rate]
-        for result in here:  # Dense is the first.
-            result["times_faster_than_dense"] = here[0]["median_ms"] / result["median_ms"]
     return results
+
+
+def over_dense(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures, with how many times as fast as dense each form is at its rate."""
+    dense = {result["rate"]: result["median_ms"] for result in results if result["name"] == "dense"}
+    return [{**result, "times_faster_than_dense": dense[result["rate"]] / result["median_ms"]} for result in results]
 
 
 def hosts(figures: dict[str, Any]) -> str:

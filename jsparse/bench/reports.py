@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from .job import Job
 
 # It marks the reports among the lines that libraries print.
 REPORT = "report "
+# Those of each host.
+Reports = list[list[dict[str, Any]]]
 
 
 def tell(**what: Any) -> None:
@@ -48,6 +51,11 @@ def work(main: Callable[[str], None]) -> None:
         os._exit(1)
 
 
+def complete(reports: Reports) -> Reports:
+    """As many reports of each host as all hosts have told."""
+    return [told[: min(map(len, reports))] for told in reports]
+
+
 class WorkerFailedError(ValueError):
     """A worker failed; the message ends with the last lines that the workers wrote.
 
@@ -55,12 +63,14 @@ class WorkerFailedError(ValueError):
       reports: those of each host until then, as many of each.
     """
 
-    def __init__(self, message: str, reports: Sequence[list[dict[str, Any]]]):
+    def __init__(self, message: str, reports: Reports):
         super().__init__(message)
-        self.reports = [told[: min(map(len, reports))] for told in reports]
+        self.reports = complete(reports)
 
 
-def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[str, Any]]]:
+def run_workers(
+    runs: Sequence[tuple[str, Job]], total: int, heard: Callable[[Reports], None] = lambda reports: None
+) -> Reports:
     """Runs modules on hosts, one after the other, behind a progress bar.
 
     Args:
@@ -68,6 +78,8 @@ def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[s
         As JSON that is the module's argument. All jobs have the same hosts and rates.
       total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
         none, at the number of reports so far.
+      heard: takes the reports of each host so far, as many of each, whenever all hosts have told
+        of something.
 
     Returns:
       The reports of each host.
@@ -76,7 +88,8 @@ def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[s
       WorkerFailedError: a worker failed.
     """
     _, job = runs[0]
-    reports: list[list[dict[str, Any]]] = [[] for _ in range(job.hosts)]
+    reports: Reports = [[] for _ in range(job.hosts)]
+    lock = threading.Lock()
     with (
         Network(job.hosts, job.rates[0]) as network,
         progress_bar() as progress,
@@ -93,9 +106,12 @@ def run_workers(runs: Sequence[tuple[str, Job]], total: int) -> list[list[dict[s
                 process.stdin.write("\n")
                 process.stdin.flush()
                 return
-            reports[rank].append(report)
-            done = report.get("done", len(reports[rank]))
-            progress.update(task, description=report["name"], completed=done)
+            with lock:  # Each host has a thread that hears it.
+                reports[rank].append(report)
+                done = report.get("done", len(reports[rank]))
+                progress.update(task, description=report["name"], completed=done)
+                if len(reports[rank]) == min(map(len, reports)):
+                    heard(complete(reports))
 
         for module, part in runs:
             command = [sys.executable, "-m", module, part.written()]

@@ -1,0 +1,110 @@
+"""Collectives as over gloo, on the devices of one process: the same bits as XLA's own."""
+
+import functools
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jsparse
+from jsparse._comm import gloo
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.int32, jnp.bool_)
+
+
+def both(call: Callable, x: jax.Array, mesh: Mesh, axis, check_vma: bool) -> list[np.ndarray]:
+    """What a function of a Comm returns on all workers, by XLA's own collectives and by ours."""
+    comm, along = jsparse.AxisComm(axis), PartitionSpec(mesh.axis_names)
+    found = []
+    for over_gloo in (False, True):
+        with mock.patch.multiple(gloo, in_use=lambda over=over_gloo: over, LONG=16):
+
+            def local(x):
+                return comm.varying(call(comm, x[0]))[None]
+
+            mapped = jax.shard_map(local, mesh=mesh, in_specs=along, out_specs=along, check_vma=check_vma)
+            found.append(np.asarray(jax.jit(mapped)(x)))
+    return found
+
+
+def workers(size: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    values = jax.random.normal(jax.random.key(size), (size, *shape))
+    return values > 0 if dtype == jnp.bool_ else (100 * values).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [2, 37])
+def test_partners_exchange_bits(dtype, length: int):
+    """Infinities, NaNs and negative zeros too."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("workers",))
+    x = workers(4, length, dtype=dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        x = x.at[:, :2].set(jnp.array([[jnp.inf, jnp.nan], [-0.0, 1], [jnp.nan, -jnp.inf], [0, -0.0]], dtype))
+    pairs = [(0, 2), (2, 0), (1, 3), (3, 1)]
+    for check_vma in (True, False):
+        theirs, ours = both(lambda comm, x: comm.ppermute(x, pairs), x, mesh, "workers", check_vma)
+        np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
+def test_rows_are_exchanged(size: int):
+    mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
+    for length in (1, 40):  # Short rows and long ones.
+        theirs, ours = both(lambda comm, x: comm.all_to_all(x), workers(size, size, length), mesh, "workers", True)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_rows_are_summed(size: int):
+    mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
+    x = workers(size, size, 7, 5, dtype=jnp.int32)
+    theirs, ours = both(lambda comm, x: comm.psum_scatter(x), x, mesh, "workers", True)
+    np.testing.assert_array_equal(ours, theirs)
+    theirs, ours = both(lambda comm, x: comm.psum_scatter(x), x / 7, mesh, "workers", False)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("axis", ["nodes", "gpus", ("nodes", "gpus")])
+def test_workers_are_part_of_a_mesh(axis):
+    """Along one of two axes, and along both."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("nodes", "gpus"))
+    size = 8 if isinstance(axis, tuple) else mesh.shape[axis]
+    for call in (lambda comm, x: comm.all_to_all(x), lambda comm, x: comm.psum_scatter(x)):
+        theirs, ours = both(call, workers(8, size, 40, dtype=jnp.int32), mesh, axis, True)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "psum_scatter"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_no_more_bytes_are_sent(name: str, size: int):
+    mesh, along = Mesh(np.array(jax.devices()[:size]), ("workers",)), PartitionSpec("workers")
+    comm, sent = jsparse.AxisComm("workers"), []
+    for over_gloo in (False, True):
+        with mock.patch.multiple(gloo, in_use=lambda over=over_gloo: over, LONG=16):
+            local = functools.partial(jax.shard_map, mesh=mesh, in_specs=along, out_specs=along)
+            program = local(lambda x: getattr(comm, name)(x[0])[None])
+            sent.append(jsparse.traffic(program, workers(size, size, 40)).bytes)
+    assert sent[0] == sent[1] == 4 * 40 * (size - 1)
+
+
+def test_all_workers_meet_once_in_even_rounds():
+    for size in range(1, 18):
+        rounds = list(gloo.rounds(size))
+        assert all(sorted(to) == sorted(to.values()) == list(range(size)) for to in rounds)
+        met = sorted(pair for to in rounds for pair in to.items())
+        assert met == [(a, b) for a in range(size) for b in range(size) if a != b]
+        if size % 2 == 0:
+            assert all(to[to[rank]] == rank for to in rounds for rank in range(size))
+
+
+def test_a_long_exchange_is_a_sum():
+    mesh, along = Mesh(np.array(jax.devices()[:2]), ("workers",)), PartitionSpec("workers")
+    comm = jsparse.AxisComm("workers")
+    with mock.patch.object(gloo, "in_use", return_value=True):
+        swap = jax.shard_map(lambda x: comm.ppermute(x, [(0, 1), (1, 0)]), mesh=mesh, in_specs=along, out_specs=along)
+        names = [next(jsparse.traffic(swap, workers(2 * length)).collectives).name for length in (8, gloo.LONG // 4)]
+    assert names == ["all_gather", "psum"]
