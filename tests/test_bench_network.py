@@ -113,7 +113,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch, capsy
     told = reports(JOB)
     told[1].pop()
 
-    def fail(job, heard):
+    def fail(job, keep):
         raise WorkerFailedError("a worker failed:\nno memory", told)
 
     monkeypatch.setattr(network, "measure", fail)
@@ -134,13 +134,13 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     options = ["--hosts", "3", "--rate", "1gbit", "100mbit", "--size", str(N), "--repeats", "2", "--json", str(path)]
     options = ["bench", "network", *options, "--form", "oktopk", "--form", "torch all_reduce"]
 
-    def stop(job, heard):
+    def stop(job, keep):
         asked.append(job.forms)
-        heard([one[:1] for one in told])
-        heard([one[:3] for one in told])
+        keep([one[:1] for one in told])
+        keep([one[:3] for one in told])
         raise KeyboardInterrupt
 
-    def go_on(job, heard):
+    def go_on(job, keep):
         asked.append(job.forms)
         return [[report for report in one if report["name"] in job.forms] for one in told]
 

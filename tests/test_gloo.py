@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jsparse
 from jsparse._comm import gloo
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.int32, jnp.bool_)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.int32, jnp.int4, jnp.bool_, jnp.complex64)
 
 
 def both(call: Callable, x: jax.Array, mesh: Mesh, axis, check_vma: bool) -> list[np.ndarray]:
@@ -33,32 +33,38 @@ def both(call: Callable, x: jax.Array, mesh: Mesh, axis, check_vma: bool) -> lis
 
 def workers(size: int, *shape: int, dtype=jnp.float32) -> jax.Array:
     values = jax.random.normal(jax.random.key(size), (size, *shape))
-    return values > 0 if dtype == jnp.bool_ else (100 * values).astype(dtype)
+    return (
+        values > 0
+        if dtype == jnp.bool_
+        else (100 * values).astype(jnp.int8 if dtype == jnp.int4 else dtype).astype(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [2, 37])
+@pytest.mark.parametrize("length", [2, 37, 0])
 def test_partners_exchange_bits(dtype, length: int):
     """Infinities, NaNs and negative zeros too."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("workers",))
     x = workers(4, length, dtype=dtype)
-    if jnp.issubdtype(dtype, jnp.floating):
+    if jnp.issubdtype(dtype, jnp.floating) and length:
         x = x.at[:, :2].set(jnp.array([[jnp.inf, jnp.nan], [-0.0, 1], [jnp.nan, -jnp.inf], [0, -0.0]], dtype))
     pairs = [(0, 2), (2, 0), (1, 3), (3, 1)]
     for check_vma in (True, False):
         theirs, ours = both(lambda comm, x: comm.ppermute(x, pairs), x, mesh, "workers", check_vma)
-        np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+        assert ours.dtype == theirs.dtype == dtype
+        assert ours.tobytes() == theirs.tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
 def test_rows_are_exchanged(size: int):
     mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
-    for length in (1, 40):  # Short rows and long ones.
-        theirs, ours = both(lambda comm, x: comm.all_to_all(x), workers(size, size, length), mesh, "workers", True)
+    for shape in ((1,), (20, 2)):  # Short rows and long ones.
+        x = workers(size, size, *shape)
+        theirs, ours = both(lambda comm, x: comm.all_to_all(x), x, mesh, "workers", size != 4)
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_rows_are_summed(size: int):
     mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
     x = workers(size, size, 7, 5, dtype=jnp.int32)
@@ -68,14 +74,59 @@ def test_rows_are_summed(size: int):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("axis", ["nodes", "gpus", ("nodes", "gpus")])
-def test_workers_are_part_of_a_mesh(axis):
-    """Along one of two axes, and along both."""
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("nodes", "gpus"))
-    size = 8 if isinstance(axis, tuple) else mesh.shape[axis]
-    for call in (lambda comm, x: comm.all_to_all(x), lambda comm, x: comm.psum_scatter(x)):
-        theirs, ours = both(call, workers(8, size, 40, dtype=jnp.int32), mesh, axis, True)
+@pytest.mark.parametrize("shape", [(2, 4), (3, 2), (2, 3)])
+@pytest.mark.parametrize("axis", ["nodes", "gpus", ("nodes", "gpus"), ("gpus", "nodes")])
+def test_workers_are_part_of_a_mesh(axis, shape: tuple[int, int]):
+    """Along one of two axes, and along both in either order."""
+    mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("nodes", "gpus"))
+    size = mesh.size if isinstance(axis, tuple) else mesh.shape[axis]
+    x = workers(mesh.size, size, 40, dtype=jnp.int32)
+    for call in (
+        lambda comm, x: comm.all_to_all(x),
+        lambda comm, x: comm.psum_scatter(x),
+    ):
+        theirs, ours = both(call, x, mesh, axis, True)
         np.testing.assert_array_equal(ours, theirs)
+    # Who sends is seen in what arrives.
+    ring = [(rank, (rank + 1) % size) for rank in range(size)]
+    for arrived in both(
+        lambda comm, x: comm.ppermute(comm.rank(), ring) - (comm.rank() - 1) % size, x, mesh, axis, True
+    ):
+        np.testing.assert_array_equal(arrived, 0)
+
+
+@pytest.mark.parametrize("name", ["ppermute", "all_to_all", "psum_scatter"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_derivatives(name: str, size: int):
+    """Those of XLA's own collectives, forward and in reverse."""
+    mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
+    other = [(rank, (rank + size // 2) % size) for rank in range(size)]
+    x, weights = workers(size, size, 8) / 100, workers(size, size, 8)
+
+    def call(comm, x):
+        y = comm.ppermute(x, other) if name == "ppermute" else getattr(comm, name)(x)
+        return jnp.sum(jnp.sin(y) * weights[comm.rank()].reshape(-1)[: y.size].reshape(y.shape))
+
+    for derivative in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1]):
+
+        def of(comm, x, derivative=derivative):
+            return derivative(lambda x: call(comm, x))(x)
+
+        theirs, ours = both(of, x, mesh, "workers", False)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert np.abs(theirs).max() > 0.1
+
+
+def test_what_jax_refuses_is_refused():
+    mesh, along = Mesh(np.array(jax.devices()[:2]), ("workers",)), PartitionSpec("workers")
+    comm = jsparse.AxisComm("workers")
+    for call, message in (
+        (lambda x: comm.ppermute(x, [(0, 1), (0, 0)]), "unique|duplicate"),
+        (comm.all_to_all, "3"),
+        (comm.psum_scatter, "3"),
+    ):
+        with mock.patch.multiple(gloo, in_use=lambda: True, LONG=16), pytest.raises(ValueError, match=message):
+            jax.jit(jax.shard_map(call, mesh=mesh, in_specs=along, out_specs=along)).lower(jnp.ones((6, 40)))
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "psum_scatter"])

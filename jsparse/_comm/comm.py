@@ -11,6 +11,7 @@ from jax import lax
 from kernels_pallas import varying_as, varying_axes
 
 from . import gloo
+from .permute import permute
 
 T = TypeVar("T")
 # The compiler keeps this name of a collective: by it one finds ours among all of a program.
@@ -178,9 +179,9 @@ class AxisComm:
     @jax.named_scope(SCOPE)
     def ppermute(self, x: jax.Array, perm: Sequence[tuple[int, int]]) -> jax.Array:
         if self._over_gloo:
-            return gloo.permute(self.varying(x), self.axis, dict(perm))
+            return gloo.ppermute(self.varying(x), self.axis, perm)
         if self._in_shard_map:
-            return lax.ppermute(self.varying(x), self.axis, perm)
+            return permute(self.varying(x), self.axis, perm)
         # vmap wants every worker to send and to receive: workers outside all pairs do so among
         # themselves.
         senders, targets = ({pair[side] for pair in perm} for side in (0, 1))

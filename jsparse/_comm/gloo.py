@@ -3,23 +3,27 @@
 Where two workers send to each other, XLA calls gloo's send before its receive. gloo tells the
 other side that a receive waits on the connection on which the message goes, behind that message.
 So of two long messages the one goes after the other, unless both workers begin at once. gloo's
-all-reduce goes in pieces, and tells of each receive before it sends. So here pairs of workers
-exchange long messages by an all-reduce, and all else is made of such exchanges and of messages
-that go round in a ring. None of them sends more bytes than XLA's own collective.
+all-reduce goes in pieces, and tells of each receive before it sends. So where all workers meet in
+pairs, they exchange long messages by an all-reduce here. All-to-alls are made of such exchanges,
+and reduce-scatters of messages that go round in a ring. None sends more bytes than XLA's own.
 
-All functions are for the inside of ``jax.shard_map``.
+All functions are for the inside of ``jax.shard_map``. Workers are numbered along the axis, which
+may be a tuple of axes in any order.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
 from kernels_pallas import varying_as
 
-Axis = str | tuple[str, ...]
+from .permute import Axis, permute
+
 # From how many bytes on a message is long. A shorter one takes less time by an all-gather.
 LONG = 2**17
 
@@ -30,76 +34,79 @@ def in_use() -> bool:
     return several and jax.config.jax_cpu_collectives_implementation == "gloo"  # type: ignore[attr-defined]
 
 
-def permute(x: jax.Array, axis: Axis, to: Mapping[int, int]) -> jax.Array:
-    """Sends ``x`` from each worker to another.
-
-    Args:
-      x: the message.
-      axis: where the workers stand.
-      to: for each sender its receiver.
-
-    Returns:
-      What arrives; zeros where nothing does.
+def ppermute(x: jax.Array, axis: Axis, perm: Sequence[tuple[int, int]]) -> jax.Array:
+    """Sends ``x`` as :meth:`jsparse.Comm.ppermute` does; partners exchange if all workers have
+    one.
     """
-    paired = len(to) == lax.axis_size(axis) and all(a != b and to.get(b) == a for a, b in to.items())
-    return exchange(x, axis, to) if paired else lax.ppermute(x, axis, list(to.items()))
+    to = dict(perm)
+    paired = len(perm) == len(to) == lax.axis_size(axis) and all(a != b and to.get(b) == a for a, b in perm)
+    return _exchange(x, axis, to) if paired else permute(x, axis, perm)
 
 
-def exchange(x: jax.Array, axis: Axis, partners: Mapping[int, int]) -> jax.Array:
-    """Exchanges ``x`` between partners.
-
-    A long message is exchanged by a sum: each gets the sum of both messages, as integers, and
-    subtracts its own. Integers wrap round, so the result has the bits of the partner's message. In
-    an all-reduce of two workers each sends as many bytes as it has.
-
-    Args:
-      x: the message.
-      axis: where the workers stand.
-      partners: for each worker its partner.
-    """
+def _exchange(x: jax.Array, axis: Axis, partners: Mapping[int, int]) -> jax.Array:
+    """Exchanges ``x`` between partners: for each worker, ``partners`` has one."""
     pairs = tuple((rank, partner) for rank, partner in partners.items() if rank < partner)
-    if _bytes(x) < LONG:
-        both = lax.all_gather(x, axis, axis_index_groups=pairs)
-        return jnp.where(_own([partner < rank for rank, partner in sorted(partners.items())], axis), both[0], both[1])
-    if x.dtype == bool:
-        return exchange(x.astype(jnp.uint8), axis, partners).astype(bool)
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    # jax.lax.psum refuses groups where types tell what is alike on all workers. The primitive's
-    # result is typed as if it were; it is not.
+    integer = _unsigned(x.dtype)
+    if integer is not None and _bytes(x) >= LONG:
+        return _exchange_by_sum(x, axis, pairs, integer)
+    both = lax.all_gather(x, axis, axis_index_groups=pairs)
+    return jnp.where(_own({rank: partners[rank] < rank for rank in partners}, axis), both[0], both[1])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _exchange_by_sum(x: jax.Array, axis: Axis, pairs: tuple[tuple[int, int], ...], integer: np.dtype) -> jax.Array:
+    """Exchanges ``x`` in pairs: each gets the sum of both messages, and subtracts its own.
+
+    The sum is one of integers, which wraps round. So the result has the bits of the partner's
+    message. In an all-reduce of two workers each sends as many bytes as it has.
+    """
+    bits = lax.bitcast_convert_type(x, integer)
+    # jax.lax.psum refuses groups where types tell what is alike on all workers. The result of its
+    # primitive is typed as alike on all workers, which it is not; so it is typed anew.
     axes = axis if isinstance(axis, tuple) else (axis,)
     both = varying_as(primitives.psum_p.bind(bits, axes=axes, axis_index_groups=pairs), x)
     return lax.bitcast_convert_type(both - bits, x.dtype)
 
 
+@_exchange_by_sum.defjvp
+def _exchange_jvp(axis, pairs, integer, primals, tangents):
+    """Bits have no derivative, but an exchange has: the tangents are exchanged."""
+    (tangent,) = tangents
+    if jnp.issubdtype(tangent.dtype, jnp.inexact):
+        tangent = permute(tangent, axis, [*pairs, *((b, a) for a, b in pairs)])
+    return _exchange_by_sum(*primals, axis, pairs, integer), tangent
+
+
 def all_to_all(x: jax.Array, axis: Axis) -> jax.Array:
-    """Exchanges rows, as :meth:`jsparse.Comm.all_to_all` does: long ones round by round."""
+    """Exchanges rows as :meth:`jsparse.Comm.all_to_all` does: long ones one after the other."""
     size = lax.axis_size(axis)
-    if _bytes(x) < LONG * size:
+    if _bytes(x) < LONG * size or x.shape[0] != size:  # Which JAX refuses.
         return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
     arrived = x
     for to in rounds(size):
-        source = {receiver: sender for sender, receiver in to.items()}
-        row = lax.dynamic_index_in_dim(x, _own([to[rank] for rank in range(size)], axis), keepdims=False)
-        place = _own([source[rank] for rank in range(size)], axis)
-        arrived = lax.dynamic_update_index_in_dim(arrived, permute(row, axis, to), place, 0)
+        row = lax.dynamic_index_in_dim(x, _own(to, axis), keepdims=False)
+        source = _own({receiver: sender for sender, receiver in to.items()}, axis)
+        arrived = lax.dynamic_update_index_in_dim(arrived, ppermute(row, axis, list(to.items())), source, 0)
     return arrived
 
 
 def psum_scatter(x: jax.Array, axis: Axis) -> jax.Array:
-    """Sums rows, as :meth:`jsparse.Comm.psum_scatter` does: partial sums go round in a ring.
+    """Sums rows as :meth:`jsparse.Comm.psum_scatter` does: partial sums go round in a ring.
 
     gloo's own, which halves and doubles, takes twice the link's time for long rows, and for short
     ones several milliseconds.
     """
     size, rank = lax.axis_size(axis), lax.axis_index(axis)
-    following = {sender: (sender + 1) % size for sender in range(size)}
+    if x.shape[0] != size:
+        return lax.psum_scatter(x, axis)  # Which JAX refuses.
+    ring = [(sender, (sender + 1) % size) for sender in range(size)]
 
     def row(distance: int) -> jax.Array:
         return lax.dynamic_index_in_dim(x, (rank - distance) % size, keepdims=False)
 
     total = row(1)
     for distance in range(2, size + 1):
-        total = permute(total, axis, following) + row(distance)
+        total = ppermute(total, axis, ring) + row(distance)
     return total
 
 
@@ -119,7 +126,8 @@ def rounds(size: int) -> Iterator[dict[int, int]]:
         return
     others = size - 1
     for number in range(others):
-        # One worker has a place of its own; the others' places in a circle add up to the number.
+        # Partners' numbers add up to the round's, modulo the others. Who would meet itself meets
+        # the last worker.
         to = {rank: (number - rank) % others for rank in range(others)}
         alone = next(rank for rank, partner in to.items() if rank == partner)
         yield {**to, alone: others, others: alone}
@@ -129,6 +137,13 @@ def _bytes(x: jax.Array) -> int:
     return x.size * x.dtype.itemsize
 
 
-def _own(each: list[int] | list[bool], axis: Axis) -> jax.Array:
-    """This worker's entry of a list with an entry for each."""
-    return jnp.array(each)[lax.axis_index(axis)]
+def _unsigned(dtype: np.dtype) -> np.dtype | None:
+    """The type of unsigned integers with as many bits; None if there is none in JAX."""
+    real, whole = (jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
+    bits = jnp.finfo(dtype).bits if real else jnp.iinfo(dtype).bits if whole else 0
+    return np.dtype(f"uint{bits}") if bits >= 8 else None
+
+
+def _own(each: Mapping[int, int], axis: Axis) -> jax.Array:
+    """What a mapping has for this worker."""
+    return jnp.array([each[rank] for rank in range(len(each))])[lax.axis_index(axis)]

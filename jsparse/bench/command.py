@@ -48,7 +48,7 @@ def whole_number(text: str) -> int:
 
 
 def output_file(text: str) -> pathlib.Path:
-    """Reads the name of a file that a command writes at its end, and refuses one that it can't."""
+    """Reads the name of a file that a command writes later, and refuses one that it can't."""
     path = pathlib.Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} can't be written: name a file in a folder that you may write to")
@@ -109,14 +109,23 @@ def output(
 
 
 def write_json(path: pathlib.Path, figures: dict[str, Any]) -> None:
-    """Writes figures to a file, which has the old ones until it has all of the new."""
-    path, text = path.resolve(), json.dumps(figures, indent=2)
-    if path.exists() and not path.is_file():  # Such as a terminal.
+    """Writes figures to a file, which has the old ones until it has all of the new.
+
+    It is written in place where it is no plain file, or where no other can take its place.
+    """
+    text = json.dumps(figures, indent=2)
+    if path.is_file():
+        path = path.resolve()
+    elif path.exists():  # Such as a pipe.
         path.write_text(text)
         return
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        path.write_text(text)
 
 
 def progress_bar(*, disable: bool = False) -> rich.progress.Progress:

@@ -18,7 +18,7 @@ class Job:
     Attributes:
       hosts, density: P and k / n.
       rates: the links' rates, measured one after the other.
-      forms: names of the forms to measure, dense among them.
+      forms: names of the forms to measure.
     """
 
     hosts: int

@@ -16,12 +16,16 @@ all hosts at once:
 The floor is the busiest host's bytes over the link's rate: no synchronisation of these bytes can
 be faster.
 
+``--json`` writes the figures of each form as soon as there are any. A run that was stopped goes on
+by ``--resume`` with the forms that the file lacks.
+
 Where PyTorch is installed, its gloo all-reduce, its float16 hook, top-k with an all-gather, and
 PowerSGD are measured in the same run. Needs Linux and root.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -61,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, default=1, metavar="D", help="workers on each host, each with a gradient (default 1)"
     )
-    parser.add_argument("--resume", action="store_true", help="measure the forms alone that --json's file lacks")
+    parser.add_argument("--resume", action="store_true", help="measure only the forms that --json's file lacks")
     add_output_options(parser, plot="the times", figures="the figures, as they come,")
 
 
@@ -80,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
 
     def keep(reports: Reports) -> None:
         if isinstance(args.json, pathlib.Path):
-            write_json(args.json, figures(reports))
+            with contextlib.suppress(OSError):  # The disk may be full only now.
+                write_json(args.json, figures(reports))
 
     try:
         reports = measure(dataclasses.replace(job, forms=missing), keep)
@@ -122,7 +127,7 @@ def describe(job: NetworkJob) -> dict[str, Any]:
     }
 
 
-def measure(job: NetworkJob, heard: Callable[[Reports], None]) -> Reports:
+def measure(job: NetworkJob, keep: Callable[[Reports], None]) -> Reports:
     """Runs the job on as many hosts, and returns what each reports of every form at every rate.
 
     Processes keep what they free, and their memory grows from form to form. So a few forms at a
@@ -130,7 +135,7 @@ def measure(job: NetworkJob, heard: Callable[[Reports], None]) -> Reports:
 
     Args:
       job: the job.
-      heard: takes the reports so far, whenever there are more.
+      keep: takes the reports so far, whenever there are more.
 
     Raises:
       WorkerFailedError: a worker failed.
@@ -140,7 +145,7 @@ def measure(job: NetworkJob, heard: Callable[[Reports], None]) -> Reports:
     runs = [("jsparse.bench.network_worker", dataclasses.replace(job, forms=group)) for group in groups]
     if importlib.util.find_spec("torch") and any(name in job.forms for name in TORCH_FORMS):
         runs.append(("jsparse.bench.torch_worker", job))
-    return run_workers(runs, len(job.rates) * len(job.forms), heard) if runs else []
+    return run_workers(runs, len(job.rates) * len(job.forms), keep) if runs else []
 
 
 def combine(job: NetworkJob, reports: Reports) -> list[dict[str, Any]]:
@@ -224,10 +229,11 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each form's time as a bar of its parts, and its floor; one panel for each rate."""
-    count = len(figures["rates"])
+    rates = [rate for rate in figures["rates"] if any(result["rate"] == rate for result in figures["forms"])]
+    count = len(rates)
     names = list(dict.fromkeys(result["name"] for result in figures["forms"]))
     figure, panels = subplots(1, count, size=(5 + 5 * count, 1.5 + 0.3 * len(names)), squeeze=False)
-    for rate, axes in zip(figures["rates"], panels[0], strict=True):
+    for rate, axes in zip(rates, panels[0], strict=True):
         here = {result["name"]: result for result in figures["forms"] if result["rate"] == rate}
         ordered = sorted(here.values(), key=lambda result: -result["median_ms"])
         labels, begin = [result["name"] for result in ordered], [0.0] * len(ordered)

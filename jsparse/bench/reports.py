@@ -22,7 +22,7 @@ from .job import Job
 
 # It marks the reports among the lines that libraries print.
 REPORT = "report "
-# Those of each host.
+# The reports of each host.
 Reports = list[list[dict[str, Any]]]
 
 
@@ -69,7 +69,7 @@ class WorkerFailedError(ValueError):
 
 
 def run_workers(
-    runs: Sequence[tuple[str, Job]], total: int, heard: Callable[[Reports], None] = lambda reports: None
+    runs: Sequence[tuple[str, Job]], total: int, keep: Callable[[Reports], None] = lambda reports: None
 ) -> Reports:
     """Runs modules on hosts, one after the other, behind a progress bar.
 
@@ -78,7 +78,7 @@ def run_workers(
         As JSON that is the module's argument. All jobs have the same hosts and rates.
       total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
         none, at the number of reports so far.
-      heard: takes the reports of each host so far, as many of each, whenever all hosts have told
+      keep: takes the reports of each host so far, as many of each, whenever all hosts have told
         of something.
 
     Returns:
@@ -111,7 +111,7 @@ def run_workers(
                 done = report.get("done", len(reports[rank]))
                 progress.update(task, description=report["name"], completed=done)
                 if len(reports[rank]) == min(map(len, reports)):
-                    heard(complete(reports))
+                    keep(complete(reports))
 
         for module, part in runs:
             command = [sys.executable, "-m", module, part.written()]
