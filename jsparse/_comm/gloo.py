@@ -24,7 +24,7 @@ from kernels_pallas import varying_as
 
 from .permute import Axis, permute
 
-# From how many bytes on a message is long. A shorter one takes less time by an all-gather.
+# From how many bytes on a message is long. Shorter ones take less time by XLA's own collectives.
 LONG = 2**17
 
 
@@ -80,7 +80,7 @@ def _exchange_jvp(axis, pairs, integer, primals, tangents):
 def all_to_all(x: jax.Array, axis: Axis) -> jax.Array:
     """Exchanges rows as :meth:`jsparse.Comm.all_to_all` does: long ones one after the other."""
     size = lax.axis_size(axis)
-    if _bytes(x) < LONG * size or x.shape[0] != size:  # Which JAX refuses.
+    if _bytes(x) < LONG * size or x.shape[0] != size:  # JAX refuses another number of rows.
         return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
     arrived = x
     for to in rounds(size):
@@ -98,7 +98,7 @@ def psum_scatter(x: jax.Array, axis: Axis) -> jax.Array:
     """
     size, rank = lax.axis_size(axis), lax.axis_index(axis)
     if x.shape[0] != size:
-        return lax.psum_scatter(x, axis)  # Which JAX refuses.
+        return lax.psum_scatter(x, axis)  # JAX refuses another number of rows.
     ring = [(sender, (sender + 1) % size) for sender in range(size)]
 
     def row(distance: int) -> jax.Array:
