@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ import kernels_pallas
 from jsparse import cli
 from jsparse.bench import gradients, network, profile, torch_worker
 from jsparse.bench.alone import Alone
+from jsparse.bench.command import write_json
 from jsparse.bench.forms import FORMS
 from jsparse.bench.job import NetworkJob
 from jsparse.bench.network_worker import Selecting, synchroniser
@@ -162,6 +164,34 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "network", "--resume"])
     assert "name one" in capsys.readouterr().err
+
+
+def test_a_failure_at_the_first_rate_is_drawn(tmp_path):
+    forms = network.over_dense(network.combine(JOB, [one[:1] for one in reports(JOB)]))
+    network.draw_times({**network.describe(JOB), "forms": forms}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_figures_are_written_where_they_can_be(tmp_path, monkeypatch):
+    """Over a file, through a link, into a pipe, and where no other file can take its place."""
+    path, link, pipe = tmp_path / "x.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(path)
+    for number, name in enumerate((path, path, link)):
+        write_json(name, {"number": number})
+        assert json.loads(path.read_text()) == {"number": number}
+    assert link.is_symlink()
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        write_json(pipe, {"number": 3})
+        assert json.loads(reader.communicate(timeout=20)[0]) == {"number": 3}
+
+    def refuse(*_):
+        raise OSError
+
+    monkeypatch.setattr(type(path), "replace", refuse)
+    write_json(path, {"number": 4})
+    assert json.loads(path.read_text()) == {"number": 4}
+    assert set(tmp_path.iterdir()) == {path, link, pipe}
 
 
 def reports(job: NetworkJob) -> list[list[dict]]:

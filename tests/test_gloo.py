@@ -32,12 +32,11 @@ def both(call: Callable, x: jax.Array, mesh: Mesh, axis, check_vma: bool) -> lis
 
 
 def workers(size: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    values = jax.random.normal(jax.random.key(size), (size, *shape))
-    return (
-        values > 0
-        if dtype == jnp.bool_
-        else (100 * values).astype(jnp.int8 if dtype == jnp.int4 else dtype).astype(dtype)
-    )
+    """What each worker has: random values, of a type that holds them or their lowest bits."""
+    values = 100 * jax.random.normal(jax.random.key(size), (size, *shape))
+    if dtype == jnp.bool_:
+        return values > 0
+    return values.astype(jnp.int8).astype(dtype) if dtype == jnp.int4 else values.astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,10 +80,7 @@ def test_workers_are_part_of_a_mesh(axis, shape: tuple[int, int]):
     mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("nodes", "gpus"))
     size = mesh.size if isinstance(axis, tuple) else mesh.shape[axis]
     x = workers(mesh.size, size, 40, dtype=jnp.int32)
-    for call in (
-        lambda comm, x: comm.all_to_all(x),
-        lambda comm, x: comm.psum_scatter(x),
-    ):
+    for call in (lambda comm, x: comm.all_to_all(x), lambda comm, x: comm.psum_scatter(x)):
         theirs, ours = both(call, x, mesh, axis, True)
         np.testing.assert_array_equal(ours, theirs)
     # Who sends is seen in what arrives.
