@@ -27,6 +27,7 @@ from jsparse.quantize import (
     _base,
 )
 from jsparse.quantize._base import Scaled
+from jsparse.quantize._coded import Coded
 from tiers import quick
 
 M = 1003
@@ -345,6 +346,74 @@ def test_pieces_are_coded_as_the_whole(monkeypatch, quantizer, m: int):
         np.testing.assert_array_equal(got, want)
     assert in_turn[0].shape[1] == quantizer.words(m, jnp.float32)
     np.testing.assert_array_equal(in_turn[1], jax.jit(jax.vmap(lambda x: code(x)[1]))(values))
+
+
+def devices(monkeypatch, on_cpu: bool) -> None:
+    """Coding in pieces, as on CPUs, or all at once, as elsewhere."""
+    monkeypatch.setattr(_base, "PIECE", 2**13)
+    if not on_cpu:
+        monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+
+
+@pytest.mark.parametrize("on_cpu", quick([True, False], True))
+@pytest.mark.parametrize("size", quick([24_600, 20_000, 8_192], 20_000))
+@pytest.mark.parametrize(
+    "quantizer", [QSGD(), TernGrad(), Sign(64), Block8(), Int4(), Float4(None), Float16(), Codebook(4)], ids=str
+)
+def test_decodes_into_a_window(monkeypatch, quantizer, size: int, on_cpu: bool):
+    """As if the values were decoded first, to the last bit: a product and a sum round twice."""
+    m = 25_353
+    rng = np.random.default_rng(6)
+    values, vector, third = (jnp.asarray(rng.standard_t(3, m + 9).astype(np.float32)) for _ in range(3))
+    devices(monkeypatch, on_cpu)
+
+    @jax.jit
+    def code(values, vector, third, begin):
+        message = quantizer.encode(values[:m], jax.random.key(1))
+
+        def combine(window, values, first):
+            return window - values + lax.dynamic_slice(third, (first,), values.shape)
+
+        into = quantizer.decode_into(vector, begin, message, m, size, combine)
+        return into, quantizer.decode(message, m, vector.dtype)
+
+    got, decoded = (np.asarray(x) for x in code(values, vector, third, jnp.int32(5)))
+    want = np.array(vector)
+    want[5 : 5 + size] = want[5 : 5 + size] - decoded[:size] + np.asarray(third)[:size]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("on_cpu", quick([True, False], True))
+@pytest.mark.parametrize("quantizer", [Block8(), Int4(None), Sign(64), Float16()], ids=str)
+def test_coded_vectors(monkeypatch, quantizer, on_cpu: bool):
+    """Messages as a part of a vector: decoded, subtracted, scaled, and one of them replaced."""
+    length, size = 10_001, 35_000
+    rng = np.random.default_rng(7)
+    values, vector = (rng.standard_t(3, x).astype(np.float32) for x in ((4, length), size + 9))
+    own = np.arange(length, dtype=np.float32)
+    devices(monkeypatch, on_cpu)
+
+    @jax.jit
+    def code(rank, begin, factor):
+        messages = jax.vmap(lambda x: quantizer.encode(x, jax.random.key(1)))(values)
+        decoded = jax.vmap(lambda x: quantizer.decode(x, length, np.float32))(messages)
+        parts = [Coded.of(messages, quantizer, length, size, np.float32, of) for of in (None, (rank, own))]
+        scaled = [part.rescale(lambda x: x * factor) for part in parts]
+        wholes = [part.whole() for part in scaled]
+        return decoded, wholes, [part.subtract_from(jnp.asarray(vector), begin) for part in scaled]
+
+    for factor in (1, 0, 0.5, np.nan):
+        decoded, wholes, rests = code(jnp.int32(1), jnp.int32(9), jnp.float32(factor))
+        own_instead = np.array(decoded)
+        own_instead[1] = own
+        for rows, whole, rest in zip((np.asarray(decoded), own_instead), wholes, rests, strict=True):
+            want = rows.reshape(-1)[:size] * np.float32(factor)
+            np.testing.assert_array_equal(whole, want)
+            np.testing.assert_array_equal(rest[:9], vector[:9])
+            np.testing.assert_array_equal(rest[9:], vector[9:] - want)
+    # What overflowed is dropped like all else where a step does not count.
+    coded = Coded.of(jnp.asarray(values).view(jnp.int32).at[0, 0].set(0x7F800000), Exact(), length, size, np.float32)
+    np.testing.assert_array_equal(coded.rescale(lambda x: x * 0).whole(), np.zeros(size))
 
 
 @pytest.mark.parametrize(

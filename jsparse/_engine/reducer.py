@@ -11,6 +11,7 @@ from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
 from .._vector.layout import Layout
+from .._vector.parts import rescale
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense
 from ..allreduce import AllReduce
@@ -198,15 +199,15 @@ class Whole(Reducer):
         self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array
     ) -> Reduced:
         acc = pending.add_up()
-        # Without a kept vector, what does not count is zero already.
-        x = acc if pending.vector is None else jnp.where(keep, acc, 0)
         # The workers' parts have an even length.
         multiple = math.lcm(self.unit, 2) * comm.size
-        summed = x if self.unit == 1 else layout.align(x, self.unit, multiple)
+        summed = acc if self.unit == 1 else layout.align(acc, self.unit, multiple)
         total, delivered, state = self.allreduce(comm, summed, state, step=step, wire=Full().at(step))
         if self.unit > 1:
             total, delivered = (layout.unalign(to_dense(each), self.unit) for each in (total, delivered))
-        return Reduced(acc, x, delivered, total, counts_of_whole(acc), state)
+        if pending.vector is not None:  # Else, what does not count is zero already.
+            delivered = rescale(delivered, lambda x: jnp.where(keep, x, 0))
+        return Reduced(acc, acc, delivered, total, counts_of_whole(acc), state)
 
 
 def counts_of_whole(acc: jax.Array) -> Counts:

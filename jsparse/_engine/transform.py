@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._vector.layout import Layout
+from .._vector.parts import rescale
 from .._vector.sparse_vector import Leaf, SparseVector, to_dense
 from .agreement import check_floats
 from .shards import begin, on_shards
@@ -96,7 +97,7 @@ def sync(
         )
     mean = means.quotients[0].value()
     if not isinstance(mean, SparseVector):
-        return jnp.where(means.bad, jnp.nan, to_dense(mean)), state
+        return to_dense(rescale(mean, lambda x: jnp.where(means.bad, jnp.nan, x))), state
     values = jnp.where(means.bad, jnp.nan, mean.values)
     # A mean without elements has no place for a NaN: index 0 becomes one.
     first = (0,) * mean.indices.ndim

@@ -79,10 +79,11 @@ class Layout:
         return [part.astype(dtype) for part, dtype in zip(self.windows(vector), self.dtypes, strict=True)]
 
     def windows(self, vector: Parts | jax.Array) -> list[jax.Array]:
-        """The leaves that a dense vector holds, in its type. Its parts must be these leaves."""
-        if isinstance(vector, Parts):
+        """The leaves that a dense vector holds, in its type."""
+        places = list(itertools.pairwise(self.offsets))
+        if isinstance(vector, Parts) and [part.size for part in vector.parts] == [end - begin for begin, end in places]:
             return [part.reshape(shape) for part, shape in zip(vector.arrays(), self.shapes, strict=True)]
-        places = itertools.pairwise(self.offsets)
+        vector = to_dense(vector)
         return [vector[begin:end].reshape(shape) for (begin, end), shape in zip(places, self.shapes, strict=True)]
 
     def align(self, vector: jax.Array, unit: int, multiple: int) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Dense vectors in parts, of which matrices may be given by their factors."""
+"""Dense vectors in parts, which need not be arrays yet: a matrix may be given by its factors."""
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,37 @@ UNROLLED = 8
 # then most time goes into products, and the factors would be read anew for each block.
 BLOCK = 2**16
 FEW = 32
+
+
+class Part(Protocol):
+    """A part that is not an array yet: a pytree."""
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        ...
+
+    def whole(self) -> jax.Array:
+        """The part as an array."""
+        ...
+
+    def subtract_from(self, vector: jax.Array, begin: jax.Array) -> jax.Array:
+        """Subtracts the part from a window of a vector.
+
+        This is in place if the vector may be overwritten, and XLA does not know ``begin``.
+
+        Args:
+          vector: shape ``(n,)``.
+          begin: int32 scalar: where the window begins.
+
+        Returns:
+          The vector, shape ``(n,)``.
+        """
+        ...
+
+    def rescale(self, scale: Callable[[jax.Array], jax.Array]) -> Any:
+        """The part times a number, which may be NaN: ``scale`` multiplies an array by it."""
+        ...
 
 
 class Factored(NamedTuple):
@@ -42,29 +73,23 @@ class Factored(NamedTuple):
         stored = functools.partial(multiply, axes=(1, 1))
         return lax.platform_dependent(*self, cpu=stored, default=_outer)
 
+    def rescale(self, scale: Callable[[jax.Array], jax.Array]) -> "Factored":
+        """The matrix times a number: its right factor is."""
+        return self._replace(right=scale(self.right))
+
     def subtract_from(self, vector: jax.Array, begin: jax.Array) -> jax.Array:
-        """Subtracts the matrix from a window of a vector.
-
-        This is in place if the vector may be overwritten, and XLA does not know ``begin``.
-
-        Args:
-          vector: shape ``(n,)``.
-          begin: int32 scalar: where the window begins.
-
-        Returns:
-          The vector, shape ``(n,)``.
-        """
+        """Subtracts the matrix from a window of a vector, as :meth:`Part.subtract_from` says."""
         columns = self.right.shape[0]
 
         def in_turn(vector: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
             def add(vector: jax.Array, first: int | jax.Array, size: int) -> jax.Array:
                 rows = lax.dynamic_slice_in_dim(left, first, size)
-                return _subtract(vector, begin + first * columns, multiply(rows, right, (1, 1)))
+                return subtract_window(vector, begin + first * columns, multiply(rows, right, (1, 1)))
 
             return _by_blocks(add, vector, left.shape[0], columns)
 
         def at_once(vector: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-            return _subtract(vector, begin, _outer(left, right))
+            return subtract_window(vector, begin, _outer(left, right))
 
         on_cpu = in_turn if self.right.shape[1] <= FEW else at_once
         return lax.platform_dependent(vector, *self, cpu=on_cpu, default=at_once)
@@ -74,10 +99,10 @@ class Parts(NamedTuple):
     """A dense vector that is not yet one array.
 
     Attributes:
-      parts: arrays of any shapes, and matrices. They lie end to end.
+      parts: arrays of any shapes, and others. They lie end to end.
     """
 
-    parts: list[jax.Array | Factored]
+    parts: Sequence[jax.Array | Part]
 
     @property
     def size(self) -> int:
@@ -86,7 +111,7 @@ class Parts(NamedTuple):
 
     def arrays(self) -> list[jax.Array]:
         """The parts as arrays of one axis."""
-        wholes = (part.whole() if isinstance(part, Factored) else part for part in self.parts)
+        wholes = (part if isinstance(part, jax.Array) else part.whole() for part in self.parts)
         return [whole.reshape(-1) for whole in wholes]
 
     def subtract_from(self, vector: jax.Array, zero: jax.Array) -> jax.Array:
@@ -98,10 +123,10 @@ class Parts(NamedTuple):
         """
         begins = itertools.accumulate((part.size for part in self.parts), initial=0)
         for part, begin in zip(self.parts, begins, strict=False):
-            if isinstance(part, Factored):
-                vector = part.subtract_from(vector, begin + zero)
+            if isinstance(part, jax.Array):
+                vector = subtract_window(vector, begin + zero, part)
             else:
-                vector = _subtract(vector, begin + zero, part)
+                vector = part.subtract_from(vector, begin + zero)
         return vector
 
 
@@ -110,12 +135,11 @@ def rescale(x: Any, scale: Callable[[jax.Array], jax.Array]) -> Any:
 
     Args:
       x: an array, :class:`Parts`, or one of these.
-      scale: multiplies an array by the number, which may be NaN. Of a matrix that is given by its
-        factors it multiplies the right one.
+      scale: multiplies an array by the number, which may be NaN.
     """
     if isinstance(x, Parts):
         return Parts([rescale(part, scale) for part in x.parts])
-    return x._replace(right=scale(x.right)) if isinstance(x, Factored) else scale(x)
+    return scale(x) if isinstance(x, jax.Array) else x.rescale(scale)
 
 
 def multiply(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -174,7 +198,8 @@ def _outer(left: jax.Array, right: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, columns)
 
 
-def _subtract(vector: jax.Array, begin: jax.Array, part: jax.Array) -> jax.Array:
+def subtract_window(vector: jax.Array, begin: jax.Array, part: jax.Array) -> jax.Array:
+    """Subtracts an array from a window of a vector, as :meth:`Part.subtract_from` says."""
     window = lax.dynamic_slice(vector, (begin,), (part.size,))
     return lax.dynamic_update_slice(vector, window - part.reshape(-1), (begin,))
 

@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 from kernels_pallas import bitmap
 
 from .._comm.comm import Comm
+from .._vector.parts import Parts
 from .._vector.random import key_of
 from .._vector.sparse_vector import SparseVector
 from ..quantize import Quantizer
+from ..quantize._coded import Coded
 from ..wire import Compact, Messages
 
 # The lengths that a message may have, in units of an equal share. The shortest that fits is sent.
@@ -59,19 +61,21 @@ def delta(n: int, dtype: DTypeLike, wire: Messages) -> int:
     return max(1, bisect.bisect_right(range(n + 1), words, key=lambda length: wire.words(length, n, dtype)) - 1)
 
 
-def gather_dense(comm: Comm, mine: jax.Array, quantize: Quantizer, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gather_dense(
+    comm: Comm, mine: jax.Array, size: int, quantize: Quantizer, step: jax.Array
+) -> tuple[Parts | jax.Array, jax.Array]:
     """Gathers each worker's vector of ``m`` values on every worker, quantized.
 
     Returns:
-      All vectors, shape ``(P, m)``, alike on all workers; and this worker's vector as others read
-      it.
+      The first ``size`` values of all workers, in the order of ranks, alike on all workers; and
+      this worker's vector as others read it.
     """
     if quantize.lossless:
-        return comm.all_gather(mine), mine
+        return comm.all_gather(mine).reshape(-1)[:size], mine
     m, dtype = mine.shape[0], mine.dtype
     message = quantize.encode(mine, quantizer_key(quantize, step, comm.rank()))
-    everyone = jax.vmap(lambda row: quantize.decode(row, m, dtype))(comm.all_gather(message))
-    return everyone, quantize.decode(message, m, dtype)
+    everyone = Coded.of(comm.all_gather(message), quantize, m, size, dtype)
+    return Parts([everyone]), quantize.decode(message, m, dtype)
 
 
 def quantizer_key(quantize: Quantizer, *numbers: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._comm.comm import Comm
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import SparseVector, to_dense
 from ..quantize import Exact, Quantizer
 from ..quantize._base import check_quantizer
 from ..wire import Messages
@@ -70,8 +70,8 @@ class DsarSplitAllGather(AllReduce):
         # them reduces a piece of the region.
         pieces = jnp.pad(region, (0, -region.size % groups)).reshape(groups, -1)
         reduced = functools.reduce(jnp.add, list(_exchange(comm, pieces, members)))
-        everyone, read = gather_dense(comm, reduced, self.quantize, step)
-        total = in_order(everyone.reshape(groups, members, -1).swapaxes(0, 1).reshape(members, -1), x.n)
+        everyone, read = gather_dense(comm, reduced, comm.size * reduced.size, self.quantize, step)
+        total = in_order(to_dense(everyone).reshape(groups, members, -1).swapaxes(0, 1).reshape(members, -1), x.n)
         if self.quantize.lossless:
             return total, x, state
         places = comm.rank() // members * reduced.size + lax.iota(jnp.int32, reduced.size)

@@ -11,8 +11,11 @@ from jax import lax
 from kernels_pallas import varying_as
 
 from .._comm.comm import Comm
+from .._vector.parts import Parts
+from .._vector.sparse_vector import Vector
 from ..quantize import Quantizer
 from ..quantize._base import check_quantizer
+from ..quantize._coded import Coded
 from ..wire import Messages
 from ._base import AllReduce, check_keeps_zeros
 from ._gather import gather_dense, quantizer_key
@@ -60,20 +63,19 @@ class Quantized(AllReduce):
 
     def __call__(
         self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Messages
-    ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-        key = quantizer_key(self.quantize, step, comm.rank())
+    ) -> tuple[Vector, Vector, tuple[()]]:
+        if self.split == "ring":
+            return *self._ring(comm, x, step), state
         if self.split:
-            ring = self.split == "ring"
-            everyone, delivered = self._ring(comm, x, key) if ring else self.by_owners(comm, x, step)
-            return everyone.reshape(-1)[: x.size], delivered.reshape(-1)[: x.size], state
-        message = self.quantize.encode(x, key)
-        rows = comm.all_gather(message)
-        total = _sum(rows, lambda i: self._read(rows[i], x), x)
-        return total, self._read(message, x), state
+            return *self.by_owners(comm, x, step), state
+        message = self.quantize.encode(x, quantizer_key(self.quantize, step, comm.rank()))
+        messages = comm.all_gather(message)
+        total = self._sum(messages, x, lambda i, values, first: values)
+        return total, self._read(message[None], x.size, x), state
 
     def by_owners(
         self, comm: Comm, x: jax.Array, step: jax.Array, finish: Callable[[jax.Array], jax.Array] = lambda mine: mine
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Vector, Vector]:
         """Sums each part on one worker.
 
         Args:
@@ -83,63 +85,120 @@ class Quantized(AllReduce):
           finish: what an owner makes of the sum of its part, before all others get it.
 
         Returns:
-          The parts of the sum, and those of what is delivered of ``x``, one in each row. The last
-          ones are padded.
+          The sum, and what is delivered of ``x``.
         """
         size, rank = comm.size, comm.rank()
-        key = quantizer_key(self.quantize, step, rank)
-        parts = jnp.stack([_part(x, jnp.int32(i), size) for i in range(size)])
-        messages = jax.vmap(self.quantize.encode)(parts, jax.random.split(key, size))
+        keys = jax.random.split(quantizer_key(self.quantize, step, rank), size)
+        messages = self._encode_parts(x, keys)
         arrived = comm.all_to_all(messages)
         own = _part(x, rank, size)
 
-        # A worker's own part is not sent, so it is not rounded.
-        mine = finish(_sum(arrived, lambda i: jnp.where(i == rank, own, self._read(arrived[i], own)), own))
-        # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
-        everyone, rounded = gather_dense(comm, mine, self.quantize, ~step)
-        read = jax.vmap(self._read)(messages, parts)
-        return everyone, read.at[rank].set(own + (rounded - mine))
+        def add(i: jax.Array, values: jax.Array, first: int | jax.Array) -> jax.Array:
+            # A worker's own part is not sent, so it is not rounded.
+            return jnp.where(i == rank, lax.dynamic_slice(own, (first,), values.shape), values)
 
-    def _ring(self, comm: Comm, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mine = finish(self._sum(arrived, own, add))
+        # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
+        everyone, rounded = gather_dense(comm, mine, x.size, self.quantize, ~step)
+        return everyone, self._read(messages, x.size, own, (rank, own + (rounded - mine)))
+
+    def _encode_parts(self, x: jax.Array, keys: jax.Array) -> jax.Array:
+        """The message of each part, one in each row."""
+        size = keys.shape[0]
+        block, whole, last = _cut(x, size)
+
+        def at_once() -> jax.Array:
+            return jax.vmap(self.quantize.encode)(x[: whole * block].reshape(whole, block), keys[:whole])
+
+        def in_turn() -> jax.Array:
+            def encode(i: jax.Array) -> jax.Array:
+                return self.quantize.encode(lax.dynamic_slice(x, (i * block,), (block,)), keys[i])
+
+            return lax.map(encode, jnp.arange(whole))
+
+        messages = [lax.platform_dependent(cpu=in_turn, default=at_once)] if whole else []
+        if whole < size:
+            rest = jnp.pad(last, (0, (size - whole - 1) * block)).reshape(size - whole, block)
+            messages.append(jax.vmap(self.quantize.encode)(rest, keys[whole:]))
+        return jnp.concatenate(messages)
+
+    def _ring(self, comm: Comm, x: jax.Array, step: jax.Array) -> tuple[Vector, Vector]:
         """As :meth:`by_owners`, but each part is summed on its way round the ring.
 
         It starts at its owner's successor and ends at its owner.
         """
         size, rank = comm.size, comm.rank()
-        keys = jax.random.split(key, size)
+        keys = jax.random.split(quantizer_key(self.quantize, step, rank), size)
         own = _part(x, (rank - 1) % size, size)
+
+        def read(message: jax.Array) -> jax.Array:
+            return self.quantize.decode(message, own.size, own.dtype)
+
         message = self.quantize.encode(own, keys[0])
-        delivered = [self._read(message, own)]
+        delivered = [read(message)]
         for hop in range(1, size):
             arrived = comm.ppermute(message, [(source, (source + 1) % size) for source in range(size)])
             own = _part(x, (rank - 1 - hop) % size, size)
-            total = self._read(arrived, own) + own
+            total = read(arrived) + own
             message = self.quantize.encode(total, keys[hop])
-            delivered.append(own + (self._read(message, own) - total))
-        everyone = jax.vmap(lambda row: self._read(row, own))(comm.all_gather(message))
-        return everyone, jnp.stack(delivered)[(rank - 1 - lax.iota(jnp.int32, size)) % size]
+            delivered.append(own + (read(message) - total))
+        everyone = self._read(comm.all_gather(message), x.size, own)
+        turned = jnp.stack(delivered)[(rank - 1 - lax.iota(jnp.int32, size)) % size]
+        return everyone, turned.reshape(-1)[: x.size]
 
-    def _read(self, message: jax.Array, like: jax.Array) -> jax.Array:
-        return self.quantize.decode(message, like.shape[0], like.dtype)
+    def _sum(
+        self,
+        messages: jax.Array,
+        like: jax.Array,
+        read: Callable[[jax.Array, jax.Array, int | jax.Array], jax.Array],
+    ) -> jax.Array:
+        """The sum of the vectors of all messages, in order, one message at a time.
+
+        Args:
+          messages: one in each row.
+          like: of the sum's shape and type.
+          read: makes of a message's number, of a stretch of its values, and of the number of the
+            first, what is added.
+        """
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            def combine(window: jax.Array, values: jax.Array, first: int | jax.Array) -> jax.Array:
+                return window + read(i, values, first)
+
+            return self.quantize.decode_into(total, jnp.minimum(i, 0), messages[i], total.size, total.size, combine)
+
+        # ``zeros_like`` would vary as ``like`` does.
+        return lax.fori_loop(0, messages.shape[0], add, varying_as(jnp.zeros(like.shape, like.dtype), messages))
+
+    def _read(
+        self, messages: jax.Array, size: int, part: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
+    ) -> Parts:
+        """The first ``size`` values of messages of one part each, as :class:`Coded` describes."""
+        return Parts([Coded.of(messages, self.quantize, part.size, size, part.dtype, own)])
 
 
-def _block(n: int, size: int) -> int:
-    """The length of a part. It is even, so that two values of half a word fill a word."""
-    return -(-n // (2 * size)) * 2
+def _cut(x: jax.Array, size: int) -> tuple[int, int, jax.Array]:
+    """How a vector is cut into ``size`` parts.
+
+    Returns:
+      The length of a part: it is even, so that two values of half a word fill a word; how many
+      parts are whole; and the part after these, padded with zeros. The others are zeros.
+    """
+    block = -(-x.size // (2 * size)) * 2
+    whole = x.size // max(block, 1)
+    rest = x[whole * block :]
+    return block, whole, jnp.pad(rest, (0, block - rest.size))
 
 
 def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
-    """The i-th of ``size`` parts, padded with zeros. Only an incomplete part is copied."""
-    block = _block(x.shape[0], size)
-    whole, rest = divmod(x.shape[0], block)
-    last = jnp.where(i == whole, jnp.pad(x[whole * block :], (0, block - rest)), 0)
-    return jnp.where(i < whole, lax.dynamic_slice(x, (i * block,), (block,)), last) if whole else last
+    """The i-th of ``size`` parts, padded with zeros."""
+    block, whole, last = _cut(x, size)
+    if not whole:
+        return jnp.where(i == 0, last, 0)
 
+    def inside() -> jax.Array:
+        return lax.dynamic_slice(x, (i * block,), (block,))
 
-def _sum(rows: jax.Array, read: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:
-    """The sum over all rows of ``read(row number)``, in order, one vector at a time.
-
-    The result has the shape and type of ``like``.
-    """
-    start = varying_as(jnp.zeros(like.shape, like.dtype), rows)
-    return lax.fori_loop(0, rows.shape[0], lambda i, total: total + read(i), start)
+    if whole == size:
+        return inside()
+    return lax.cond(i < whole, inside, lambda: jnp.where(i == whole, last, 0))

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from kernels_pallas import varying_as
 
 from .._vector.arguments import check_fields
+from .._vector.layout import zero_of
 from .._vector.random import uniform
 
 WORD = 32
@@ -25,11 +26,14 @@ STRETCH = 256
 PIECE = 2**16
 # The number of parts of a row that are compared or added first.
 PARTS = 16
+Combine: TypeAlias = Callable[[jax.Array, jax.Array, int | jax.Array], jax.Array]
 
 
 @runtime_checkable
 class Quantizer(Protocol):
     """Encodes values in fewer bits than they have: a frozen dataclass of hyperparameters.
+
+    Inherit from this class.
 
     A message consists of int32 words, so that no backend widens it on the way. Zeros stay zeros,
     unless a class says otherwise. If a value is not finite, its whole bucket is not finite after
@@ -61,6 +65,24 @@ class Quantizer(Protocol):
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
         """Decodes the ``m`` values of a message, in the type ``dtype``."""
         ...
+
+    def decode_into(
+        self, vector: jax.Array, begin: jax.Array, message: jax.Array, m: int, size: int, combine: Combine
+    ) -> jax.Array:
+        """Combines a window of a vector with the first ``size`` of the ``m`` values of a message.
+
+        This is in place if the vector may be overwritten, and XLA does not know ``begin``.
+
+        Args:
+          vector: of the type in which the values are decoded, shape ``(n,)``.
+          begin: int32 scalar: where the window begins.
+          combine: makes of a stretch of the window, of the same stretch of the values, and of the
+            number of its first value, what stands there afterwards; element by element.
+
+        Returns:
+          The vector, shape ``(n,)``.
+        """
+        return _combined(vector, begin, self.decode(message, m, vector.dtype)[:size], 0, combine)
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         """The length in words of a message of ``m`` values of ``dtype``.
@@ -201,9 +223,8 @@ class Scaled(Quantizer):
             """The words of ``size`` values from a place on: their digits, and their own scales."""
             rows = in_buckets(lax.dynamic_slice(values, (begin,), (size,)), self.bucket)
             scales = self._scales(rows, size) if common is None else common
-            # XLA:CPU draws one number at a time where it packs digits in the same loop. A branch
-            # keeps the loops apart.
-            draws = lax.cond(begin < 0, jnp.zeros_like, lambda x: x, uniform(key, size, begin).astype(dtype))
+            # XLA:CPU draws one number at a time where it packs digits in the same loop.
+            draws = _apart(uniform(key, size, begin).astype(dtype), begin)
             digits = self._digits(rows, scales[:, None], in_buckets(draws, self.bucket)).reshape(-1)[:size]
             return pack_digits(digits, self._base), Exact().encode(scales if common is None else scales[:0], key)
 
@@ -225,38 +246,65 @@ class Scaled(Quantizer):
         return lax.platform_dependent(cpu=in_turn, default=at_once) if count else jnp.concatenate(rest)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        if not self._pieces(m)[0]:
+            return self._decode_at_once(message, m, dtype)
+        zeros = varying_as(jnp.zeros(m, dtype), message)
+        return self.decode_into(zeros, zero_of(message[0] > 0), message, m, m, lambda window, values, first: values)
+
+    def decode_into(
+        self, vector: jax.Array, begin: jax.Array, message: jax.Array, m: int, size: int, combine: Combine
+    ) -> jax.Array:
+        def at_once(vector: jax.Array) -> jax.Array:
+            values = self._decode_at_once(message, m, vector.dtype)
+            return _combined(vector, begin, values[:size], 0, combine)
+
+        def in_turn(vector: jax.Array) -> jax.Array:
+            whole, read = self._reader(message, m, vector.dtype)
+            piece = self._pieces(m)[1]
+
+            def add(first: int | jax.Array, vector: jax.Array, coded: int, wanted: int) -> jax.Array:
+                values = _apart(read(first, coded), begin + first)[:wanted]
+                return _combined(vector, begin, values, first, combine)
+
+            count, left = divmod(min(size, whole), piece) if whole else (0, 0)
+            if count:
+                vector = lax.fori_loop(0, count, lambda i, vector: add(i * piece, vector, piece, piece), vector)
+            if left:
+                vector = add(count * piece, vector, piece, left)
+            return add(whole, vector, m - whole, size - whole) if size > whole else vector
+
+        return lax.platform_dependent(vector, cpu=in_turn, default=at_once)
+
+    def _decode_at_once(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
+        whole, read = self._reader(message, m, dtype)
+        return jnp.concatenate([*([read(0, whole)] if whole else []), read(whole, m - whole)])
+
+    def _reader(
+        self, message: jax.Array, m: int, dtype: DTypeLike
+    ) -> tuple[int, Callable[[int | jax.Array, int], jax.Array]]:
+        """How a message is read.
+
+        Returns:
+          How many of its values are in whole pieces; and a function that decodes a piece or
+          several, or what follows them: it takes the place of the first value, and their number.
+        """
         count, piece = self._pieces(m)
         whole = count * piece
         own = Exact().words(whole // self.bucket if self.bucket else 0, dtype)
         lengths = packed_words(whole, self._base), own, packed_words(m - whole, self._base)
-        first, *others = jnp.split(message[: self.words(m, dtype)], list(itertools.accumulate(lengths)))
-        scales, second, more = others[0].view(dtype), others[1], others[2].view(dtype)
-        if self.bucket is None:
-            scales = more
+        digits, *others = jnp.split(message[: self.words(m, dtype)], list(itertools.accumulate(lengths)))
+        scales, last_digits, last_scales = others[0].view(dtype), others[1], others[2].view(dtype)
 
-        def read(words: jax.Array, scales: jax.Array, size: int) -> jax.Array:
-            digits = in_buckets(unpack_digits(words, size, self._base), self.bucket)
-            return self._values(scales[:, None], digits, m).reshape(-1)[:size]
+        def read(first: int | jax.Array, size: int) -> jax.Array:
+            if isinstance(first, int) and first == whole:
+                words, row_scales = last_digits, last_scales
+            else:
+                words, row_scales = (_stretch(x, first, size, whole) for x in (digits, scales))
+                row_scales = last_scales if self.bucket is None else row_scales
+            rows = in_buckets(unpack_digits(words, size, self._base), self.bucket)
+            return self._values(row_scales[:, None], rows, m).reshape(-1)[:size]
 
-        rest = read(second, more, m - whole)
-
-        def at_once() -> jax.Array:
-            return jnp.concatenate([read(first, scales, whole), rest])
-
-        def in_turn() -> jax.Array:
-            # The last of the pieces. If it were written after the loop, XLA:CPU would look at each
-            # element later whether it is one of these.
-            last = jnp.pad(rest, (0, piece - rest.shape[0]))
-
-            def add(i: jax.Array, rows: jax.Array) -> jax.Array:
-                words, own = (_piece(x, i, count) for x in (first, scales))
-                values = read(words, scales if self.bucket is None else own, piece)
-                return _write_rows(rows, jnp.where(i < count, values, last), i)
-
-            rows = _rows((count + 1) * piece, dtype, message)
-            return lax.fori_loop(0, count + 1, add, rows).reshape(-1)[:m]
-
-        return lax.platform_dependent(cpu=in_turn, default=at_once) if count else rest
+        return whole, read
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return self._scale_words(m, dtype) + packed_words(m, self._base)
@@ -318,10 +366,30 @@ def _write_rows(rows: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(rows, piece, (i * piece.shape[0], 0))
 
 
-def _piece(x: jax.Array, i: jax.Array, count: int) -> jax.Array:
-    """The i-th of ``count`` equal pieces."""
-    size = x.shape[0] // count
-    return lax.dynamic_slice(x, (i * size,), (size,))
+def _stretch(x: jax.Array, first: int | jax.Array, size: int, whole: int) -> jax.Array:
+    """What of ``x`` stands for ``size`` of ``whole`` values, from the value ``first`` on.
+
+    Equally many elements of ``x`` stand for each piece of the values.
+    """
+    length = x.shape[0] * size // whole
+    return lax.dynamic_slice(x, (first // size * length,), (length,))
+
+
+def _apart(x: jax.Array, place: int | jax.Array) -> jax.Array:
+    """``x``, stored before it is used. ``place`` is not negative, which XLA does not know.
+
+    XLA:CPU otherwise puts the loops of what makes ``x`` and of what uses it together. Then it
+    rounds a product and a sum at once, and may work on one element at a time.
+    """
+    return lax.cond(place < 0, jnp.zeros_like, lambda x: x, x)
+
+
+def _combined(
+    vector: jax.Array, begin: jax.Array, values: jax.Array, first: int | jax.Array, combine: Combine
+) -> jax.Array:
+    """Combines values with a window of a vector; the window of value 0 begins at ``begin``."""
+    window = lax.dynamic_slice(vector, (begin + first,), values.shape)
+    return lax.dynamic_update_slice(vector, combine(window, values, first), (begin + first,))
 
 
 def row_maximum(rows: jax.Array) -> jax.Array:
