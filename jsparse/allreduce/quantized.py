@@ -14,7 +14,7 @@ from .._comm.comm import Comm
 from .._vector.parts import Parts
 from .._vector.sparse_vector import Vector
 from ..quantize import Quantizer
-from ..quantize._base import check_quantizer
+from ..quantize._base import check_quantizer, where_pieces
 from ..quantize._coded import Coded
 from ..wire import Messages
 from ._base import AllReduce, check_keeps_zeros
@@ -116,7 +116,7 @@ class Quantized(AllReduce):
 
             return lax.map(encode, jnp.arange(whole))
 
-        messages = [lax.platform_dependent(cpu=in_turn, default=at_once)] if whole else []
+        messages = [where_pieces(self.quantize, in_turn, at_once)] if whole else []
         if whole < size:
             rest = jnp.pad(last, (0, (size - whole - 1) * block)).reshape(size - whole, block)
             messages.append(jax.vmap(self.quantize.encode)(rest, keys[whole:]))
@@ -191,14 +191,7 @@ def _cut(x: jax.Array, size: int) -> tuple[int, int, jax.Array]:
 
 
 def _part(x: jax.Array, i: jax.Array, size: int) -> jax.Array:
-    """The i-th of ``size`` parts, padded with zeros."""
+    """The i-th of ``size`` parts, padded with zeros. Only an incomplete part is copied."""
     block, whole, last = _cut(x, size)
-    if not whole:
-        return jnp.where(i == 0, last, 0)
-
-    def inside() -> jax.Array:
-        return lax.dynamic_slice(x, (i * block,), (block,))
-
-    if whole == size:
-        return inside()
-    return lax.cond(i < whole, inside, lambda: jnp.where(i == whole, last, 0))
+    last = jnp.where(i == whole, last, 0)
+    return jnp.where(i < whole, lax.dynamic_slice(x, (i * block,), (block,)), last) if whole else last

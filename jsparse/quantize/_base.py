@@ -46,12 +46,15 @@ class Quantizer(Protocol):
       unbiased: whether the expectation of the decoded values is the encoded values.
       unit: from the first value on, so many are coded together, and depend on no others. None: all
         values depend on each other.
+      in_pieces: whether CPUs code long vectors piece by piece, so that ``decode_into`` is faster
+        than ``decode`` and a later pass.
     """
 
     lossless: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     unit: ClassVar[int | None] = 1
+    in_pieces: ClassVar[bool] = False
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         """Encodes values as a message of int32 words.
@@ -198,6 +201,8 @@ class Scaled(Quantizer):
     ``_digits`` and ``_values``. A message holds the digits of all whole pieces, their scales, the
     digits of what is left over, and its scales, or the one that all share.
     """
+
+    in_pieces = True
 
     bucket: int | None
     _base: int
@@ -364,6 +369,13 @@ def _write_rows(rows: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
     """Writes the i-th of equal pieces."""
     piece = piece.reshape(-1, STRETCH)
     return lax.dynamic_update_slice(rows, piece, (i * piece.shape[0], 0))
+
+
+def where_pieces(
+    quantize: Quantizer, in_turn: Callable[..., jax.Array], at_once: Callable[..., jax.Array], *operands: jax.Array
+) -> jax.Array:
+    """``in_turn(*operands)`` where long vectors are coded in pieces, and elsewhere ``at_once``."""
+    return lax.platform_dependent(*operands, cpu=in_turn if quantize.in_pieces else at_once, default=at_once)
 
 
 def _stretch(x: jax.Array, first: int | jax.Array, size: int, whole: int) -> jax.Array:

@@ -12,7 +12,7 @@ from kernels_pallas import varying_as
 
 from .._vector.layout import zero_of
 from .._vector.parts import subtract_window
-from ._base import Quantizer
+from ._base import Quantizer, where_pieces
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +20,8 @@ from ._base import Quantizer
 class Coded:
     """The values of some messages, in their order, as a part of a vector.
 
-    On CPUs they are decoded where they are wanted, some at a time while these are in cache. Other
-    devices decode them all at once.
+    Where a quantizer works in pieces, they are decoded where they are wanted, some at a time while
+    these are in cache; else all at once.
 
     Attributes:
       messages: int32, shape ``(rows, words)``.
@@ -63,7 +63,7 @@ class Coded:
                 start = varying_as(start, leaf)
             return self._into(start, zero_of(self.messages[0, 0] > 0), lambda window, values: values)
 
-        return lax.platform_dependent(cpu=in_turn, default=self._at_once) if self.size else self._at_once()
+        return where_pieces(self.quantize, in_turn, self._at_once) if self.size else self._at_once()
 
     def rescale(self, scale: Callable[[jax.Array], jax.Array]) -> "Coded":
         """The values times a number."""
@@ -78,7 +78,7 @@ class Coded:
         def at_once(vector: jax.Array) -> jax.Array:
             return subtract_window(vector, begin, self._at_once())
 
-        return lax.platform_dependent(vector, cpu=in_turn, default=at_once)
+        return where_pieces(self.quantize, in_turn, at_once, vector)
 
     def _at_once(self) -> jax.Array:
         values = jax.vmap(lambda row: self.quantize.decode(row, self.length, self.factor.dtype))(self.messages)
@@ -102,7 +102,8 @@ class Coded:
             here = begin + i * self.length
             return self.quantize.decode_into(vector, here, self.messages[i], self.length, size, with_own)
 
-        vector = lax.fori_loop(0, rows, lambda i, vector: add(i, vector, self.length), vector)
+        if rows:
+            vector = lax.fori_loop(0, rows, lambda i, vector: add(i, vector, self.length), vector)
         return add(rows, vector, left) if left else vector
 
     def _scaled(self, values: jax.Array) -> jax.Array:
