@@ -385,10 +385,10 @@ def test_decodes_into_a_window(monkeypatch, quantizer, size: int, on_cpu: bool):
 
 @pytest.mark.parametrize("on_cpu", quick([True, False], True))
 @pytest.mark.parametrize("quantizer", [Block8(), Int4(None), Sign(64), Float16()], ids=str)
-@pytest.mark.parametrize("rows, size", quick([(4, 35_000), (3, 30_003), (2, 10_000)], (4, 35_000)))
-def test_coded_vectors(monkeypatch, quantizer, rows: int, size: int, on_cpu: bool):
+@pytest.mark.parametrize("shape", quick([(4, 35_000), (3, 30_003), (2, 10_000)], (4, 35_000)))
+def test_coded_vectors(monkeypatch, quantizer, shape: tuple[int, int], on_cpu: bool):
     """Messages as a part of a vector: decoded, subtracted, scaled, and one of them replaced."""
-    length = 10_001
+    length, (rows, size) = 10_001, shape
     rng = np.random.default_rng(7)
     values, vector = (rng.standard_t(3, x).astype(np.float32) for x in ((rows, length), size + 9))
     own = np.arange(length, dtype=np.float32)
