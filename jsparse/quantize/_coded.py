@@ -66,7 +66,7 @@ class Coded:
         return where_pieces(self.quantize, in_turn, self._at_once) if self.size else self._at_once()
 
     def rescale(self, scale: Callable[[jax.Array], jax.Array]) -> "Coded":
-        """The values times a number. It is rounded first: ``x / 3`` is ``x`` times a third here."""
+        """The values times a number, rounded: ``x / 3`` is ``x`` times a third here."""
         return dataclasses.replace(self, factor=scale(self.factor))
 
     def subtract_from(self, vector: jax.Array, begin: jax.Array) -> jax.Array:
