@@ -94,7 +94,7 @@ def test_forms_in_several_processes(tmp_path, monkeypatch):
 @needs_network
 def test_an_error_of_a_worker_is_shown():
     with pytest.raises(ValueError, match=r"a worker failed:\n(.|\n)*No module named"):
-        run_workers([("jsparse.bench.nothing", JOB)], 1)
+        run_workers([("jsparse.bench.nothing", JOB)])
 
 
 def test_a_worker_that_fails_ends_at_once():
@@ -153,10 +153,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(network, "measure", go_on)
     cli.main([*options, "--resume"])
     cli.main([*options, "--resume"])
-    assert asked == [["dense", "oktopk", "torch all_reduce"], ["oktopk", "torch all_reduce"], []]
+    assert asked == [["dense", "oktopk", "torch all_reduce"], ["oktopk", "torch all_reduce"]]
     figures = json.loads(path.read_text())
-    expected = network.over_dense(network.combine(JOB, told))
-    assert figures["forms"] == json.loads(json.dumps(expected))
+    expected = network.describe(JOB, network.combine(told))
+    assert figures["forms"] == json.loads(json.dumps(expected["forms"]))
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(SystemExit):
         cli.main([*options, "--resume", "--density", "0.1"])
@@ -167,8 +167,8 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_a_failure_at_the_first_rate_is_drawn(tmp_path):
-    forms = network.over_dense(network.combine(JOB, [one[:1] for one in reports(JOB)]))
-    network.draw_times({**network.describe(JOB), "forms": forms}, tmp_path / "x.png")
+    figures = network.describe(JOB, network.combine([one[:1] for one in reports(JOB)]))
+    network.draw_times(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -218,9 +218,9 @@ def reports(job: NetworkJob) -> list[list[dict]]:
 
 
 def test_reports_are_combined(tmp_path, capsys):
-    forms = network.over_dense(network.combine(JOB, reports(JOB)))
-    assert len(forms) == 6
-    dense, sparse, peer = (form for form in forms if form["rate"] == "100mbit")
+    figures = network.describe(JOB, network.combine(reports(JOB)))
+    assert len(figures["forms"]) == 6
+    dense, sparse, peer = (form for form in figures["forms"] if form["rate"] == "100mbit")
     # The slowest hosts took 102 ms and 90 ms for the two steps.
     assert (dense["median_ms"], dense["min_ms"], dense["max_ms"]) == (96, 90, 102)
     assert dense["floor_ms"] == pytest.approx(8e3 * (1e6 + 5) / 1e8)
@@ -229,7 +229,6 @@ def test_reports_are_combined(tmp_path, capsys):
     assert (sparse["selection_ms"], sparse["rest_ms"], sparse["communication_ms"]) == (5, 7, 54)
     assert sparse["times_faster_than_dense"] == 96 / 66
     assert "communication_ms" not in peer
-    figures = {**network.describe(JOB), "forms": forms}
     network.show(figures)
     out = capsys.readouterr().out
     for text in ("3 hosts at 1gbit", "3 hosts at 100mbit", "oktopk", "torch all_reduce", "1.45 x", "0.900"):

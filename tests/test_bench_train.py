@@ -55,26 +55,57 @@ def test_figures(tmp_path, capsys):
 
     Communication is what is neither computation nor selection.
     """
-    dense = train.combine(
-        (
-            told("dense", [10.0, 30.0, 20.0], [0.5, 0.9], computation=[4.0]),
-            told("dense", [20.0, 20.0, 20.0], [0.5, 0.9], computation=[5.0]),
-        )
+    [dense] = train.combine(
+        [
+            [told("dense", [10.0, 30.0, 20.0], [0.5, 0.9], computation=[4.0])],
+            [told("dense", [20.0, 20.0, 20.0], [0.5, 0.9], computation=[5.0])],
+        ]
     )
     assert dense["step_ms"] == [20.0, 30.0, 20.0]
     assert (dense["median_ms"], dense["seconds"]) == (20.0, 0.07)
     assert (dense["computation_ms"], dense["selection_ms"], dense["communication_ms"]) == (5.0, 0.0, 15.0)
-    sparse = train.combine((told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0]),))
+    [sparse] = train.combine([[told("oktopk", [5.0] * 4, [0.5, 0.7], computation=[4.0], selection=[3.0])]])
     assert (sparse["selection_ms"], sparse["communication_ms"]) == (3.0, 0.0)
     assert train.reached(dense, 0.9)
     assert not train.reached(sparse, 0.9)
     assert not train.reached(dense, None)
     figures = {"target": 0.9, "net": "dense", "data": "digits", "hosts": 2, "density": 0.01, "every": 2}
-    figures |= {"rates": ["1gbit"], "runs": [dense, sparse]}
+    figures |= {"rates": ["1gbit", "100mbit"], "runs": [dense, sparse]}  # Not yet at the second rate.
     train.show(figures)
     assert "4.00 x" in capsys.readouterr().out
     train.draw(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_training_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+    """Trainings that ended are written at once, and not run again."""
+    path, asked = tmp_path / "x.json", []
+    times = {"dense": [9.0], "oktopk": [3.0]}
+    options = ["bench", "train", "--hosts", "2", "--form", "oktopk", "--target", "0.5", "--json", str(path)]
+
+    def measure(job, keep):
+        asked.append(job.forms)
+        reports = [[], []]
+        for name in job.forms:
+            for one in reports:
+                one.append(told(name, times[name], [0.6], computation=[1.0]))
+            keep(reports)
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+        return reports
+
+    monkeypatch.setattr(train, "measure", measure)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        cli.main(options)
+    assert [run["name"] for run in json.loads(path.read_text())["runs"]] == ["dense"]
+    for _ in range(2):
+        cli.main([*options, "--resume"])
+    assert asked == [["dense", "oktopk"], ["oktopk"]]
+    runs = json.loads(path.read_text())["runs"]
+    assert [(run["name"], run["median_ms"]) for run in runs] == [("dense", 9.0), ("oktopk", 3.0)]
+    with pytest.raises(SystemExit):
+        cli.main([*options, "--resume", "--seed", "1"])
+    assert "seed is 0 there and 1 here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

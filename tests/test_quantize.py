@@ -59,8 +59,8 @@ SEVENTHS = np.arange(8) / 7
 ZERO_STAYS = [q for q in QUANTIZERS if not isinstance(q, Codebook | Rotated) and getattr(q, "zeros", True)]
 
 
-def vector(dtype=np.float32, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_t(3, M).astype(dtype)
+def vector(dtype=np.float32, seed: int = 0, m: int = M) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(3, m).astype(dtype)
 
 
 @functools.cache
@@ -348,8 +348,8 @@ def test_pieces_are_coded_as_the_whole(monkeypatch, quantizer, m: int):
     np.testing.assert_array_equal(in_turn[1], jax.jit(jax.vmap(lambda x: code(x)[1]))(values))
 
 
-def devices(monkeypatch, on_cpu: bool) -> None:
-    """Coding in pieces, as on CPUs, or all at once, as elsewhere."""
+def code_as(monkeypatch, on_cpu: bool) -> None:
+    """Has all values coded in pieces, as on CPUs, or at once, as elsewhere."""
     monkeypatch.setattr(_base, "PIECE", 2**13)
     if not on_cpu:
         monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
@@ -365,7 +365,7 @@ def test_decodes_into_a_window(monkeypatch, quantizer, size: int, on_cpu: bool):
     m = 25_353
     rng = np.random.default_rng(6)
     values, vector, third = (jnp.asarray(rng.standard_t(3, m + 9).astype(np.float32)) for _ in range(3))
-    devices(monkeypatch, on_cpu)
+    code_as(monkeypatch, on_cpu)
 
     @jax.jit
     def code(values, vector, third, begin):
@@ -384,7 +384,7 @@ def test_decodes_into_a_window(monkeypatch, quantizer, size: int, on_cpu: bool):
 
 
 @pytest.mark.parametrize("on_cpu", quick([True, False], True))
-@pytest.mark.parametrize("quantizer", [Block8(), Int4(None), Sign(64), Float16()], ids=str)
+@pytest.mark.parametrize("quantizer", [Block8(), Int4(None), Sign(64), Float16(), Rotated(Int4())], ids=str)
 @pytest.mark.parametrize("shape", quick([(4, 35_000), (3, 30_003), (2, 10_000)], (4, 35_000)))
 def test_coded_vectors(monkeypatch, quantizer, shape: tuple[int, int], on_cpu: bool):
     """Messages as a part of a vector: decoded, subtracted, scaled, and one of them replaced."""
@@ -392,7 +392,7 @@ def test_coded_vectors(monkeypatch, quantizer, shape: tuple[int, int], on_cpu: b
     rng = np.random.default_rng(7)
     values, vector = (rng.standard_t(3, x).astype(np.float32) for x in ((rows, length), size + 9))
     own = np.arange(length, dtype=np.float32)
-    devices(monkeypatch, on_cpu)
+    code_as(monkeypatch, on_cpu)
 
     @jax.jit
     def code(rank, begin, factor):
@@ -412,9 +412,44 @@ def test_coded_vectors(monkeypatch, quantizer, shape: tuple[int, int], on_cpu: b
             np.testing.assert_array_equal(whole, want)
             np.testing.assert_array_equal(rest[:9], vector[:9])
             np.testing.assert_array_equal(rest[9:], vector[9:] - want)
-    # What overflowed is dropped like all else where a step does not count.
-    coded = Coded.of(jnp.asarray(values).view(jnp.int32).at[0, 0].set(0x7F800000), Exact(), length, size, np.float32)
-    np.testing.assert_array_equal(coded.rescale(lambda x: x * 0).whole(), np.zeros(size))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_what_overflowed_is_dropped_where_a_step_does_not_count(monkeypatch, on_cpu: bool):
+    code_as(monkeypatch, on_cpu)
+    messages = jnp.full((2, Block8().words(20_000, jnp.float32)), 0x7F800000)
+    coded = Coded.of(messages, Block8(), 20_000, 30_000, jnp.float32)
+    assert not np.isfinite(coded.whole()).any()
+    coded = coded.rescale(lambda x: x * 0)
+    np.testing.assert_array_equal(coded.whole(), np.zeros(30_000))
+    np.testing.assert_array_equal(coded.subtract_from(jnp.ones(30_000), jnp.int32(0)), np.ones(30_000))
+
+
+@pytest.mark.parametrize("quantizer", [Block8(), QSGD(), Sign(64)], ids=str)
+def test_many_messages_are_decoded_without_scatters(monkeypatch, quantizer):
+    """On other devices than CPUs, where a scatter would be slow."""
+    code_as(monkeypatch, on_cpu=False)
+    messages = jnp.zeros((4, quantizer.words(70_000, jnp.float32)), jnp.int32)
+    decode = jax.vmap(lambda row: quantizer.decode(row, 70_000, jnp.float32))
+    assert "scatter" not in str(jax.make_jaxpr(decode)(messages))
+
+
+@pytest.mark.parametrize("quantizer", [Block8(), QSGD(), Sign()], ids=str)
+def test_no_array_of_decoded_values(quantizer):
+    """Where messages are subtracted from a vector, only a piece of them is decoded at a time.
+
+    One message is copied. It has at most a byte for each value, and a decoded value has four.
+    """
+    length, rows = 2**20, 4
+    messages = jax.ShapeDtypeStruct((rows, quantizer.words(length, jnp.float32)), jnp.int32)
+
+    def subtract(vector, messages, begin):
+        coded = Coded.of(messages, quantizer, length, rows * length, jnp.float32)
+        return coded.subtract_from(vector, begin)
+
+    vector = jax.ShapeDtypeStruct((rows * length,), jnp.float32)
+    lowered = jax.jit(subtract, donate_argnums=0).lower(vector, messages, jax.ShapeDtypeStruct((), jnp.int32))
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2 * length
 
 
 @pytest.mark.parametrize(
@@ -502,28 +537,30 @@ def test_unbiased_means_of_a_whole_step():
 
 @pytest.mark.parametrize("quantizer, step", [(Block8(64), 1 / 127), (BFloat16(), 2.0**-7)], ids=["8 bits", "bfloat16"])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_sum_in_fewer_bits(quantizer, step: float, split: bool):
+@pytest.mark.parametrize("n", quick([M, 20_000], 20_000))
+def test_a_sum_in_fewer_bits(monkeypatch, quantizer, step: float, split: bool, n: int):
     """Compares with the sum of the rounded vectors of all workers, in numpy.
 
     If the vector is split, a worker does not round its own part before the sum, and then rounds
-    the sum of that part.
+    the sum of that part. The longer vector is coded in pieces.
     """
+    monkeypatch.setattr(_base, "PIECE", 2**10)
     size = 4
-    gradients = np.stack([vector(seed=worker) for worker in range(size)])
+    gradients = np.stack([vector(seed=worker, m=n) for worker in range(size)])
     tx = jsparse.quantized("workers", quantize=quantizer, split=split)
     update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="workers"))
     total = np.asarray(update(gradients), np.float64)[0] * size
-    rows = 2 * -(-M // (2 * size)) if split else M
-    padded = np.pad(gradients, ((0, 0), (0, rows * -(-M // rows) - M))).reshape(size, -1, rows)
+    rows = 2 * -(-n // (2 * size)) if split else n
+    padded = np.pad(gradients, ((0, 0), (0, rows * -(-n // rows) - n))).reshape(size, -1, rows)
     read = np.stack([[coded(quantizer, row) for row in worker] for worker in padded]).astype(np.float64)
     if split:
         read[range(size), range(size)] = padded[range(size), range(size)]
     read = read.sum(0)
-    expected = read.reshape(-1)[:M]
+    expected = read.reshape(-1)[:n]
     if split:
         # A difference of one unit in the last place of a sum can change how the sum is rounded.
         np.testing.assert_allclose(total, expected, atol=0.51 * step * np.abs(expected).max())
-        again = np.stack([coded(quantizer, row.astype(np.float32)) for row in read]).reshape(-1)[:M]
+        again = np.stack([coded(quantizer, row.astype(np.float32)) for row in read]).reshape(-1)[:n]
         assert np.isclose(total, again, rtol=1e-6, atol=1e-6).mean() > 0.99
     else:
         np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)

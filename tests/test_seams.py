@@ -12,13 +12,16 @@ import jsparse
 from jsparse._comm.comm import AxisComm
 from jsparse._engine.mean import Quotient, over_contributors
 from jsparse._engine.memory import ErrorFeedback, Memory, largest_addend
-from jsparse._engine.reducer import Reduced, Selecting
+from jsparse._engine.reducer import Reduced, Selecting, Whole
 from jsparse._engine.space import Flat
 from jsparse._engine.synchroniser import Composition
+from jsparse._presets.powersgd import LowRank
 from jsparse._vector.buckets import Bucket
 from jsparse._vector.layout import Layout
 from jsparse._vector.pending import Pending
-from jsparse.allreduce import OkTopk, TopkAllGather
+from jsparse._vector.sparse_vector import to_dense
+from jsparse.allreduce import Dense, OkTopk, Quantized, TopkAllGather
+from jsparse.quantize import Block8, Float16
 from jsparse.select import SampledThreshold, TopK
 from tiers import quick
 
@@ -185,13 +188,8 @@ class EF21(Memory):
         return Pending(-state.own, parts, keep, layout, limit), state
 
     def retain(self, state: Estimate, done: Reduced, mean: Quotient, keep, size):
-        own, shared = state
-        if isinstance(done.delivered, jsparse.SparseVector):
-            own = own.at[done.delivered.indices.reshape(-1)].add(done.delivered.values.reshape(-1), mode="drop")
-        else:
-            own = own + done.delivered
-        change = mean.total.to_dense() if isinstance(mean.total, jsparse.SparseVector) else mean.total
-        shared = shared + change / mean.divisor
+        own = state.own + to_dense(done.delivered)
+        shared = state.mean + to_dense(mean.total) / mean.divisor
         return Estimate(own, shared), Quotient(shared, 1)
 
 
@@ -220,13 +218,29 @@ def test_ef21_over_an_all_reduce_that_does_not_deliver_all(select):
     assert np.linalg.norm(updates[0] - gradient.mean(0)) < 0.05 * np.linalg.norm(gradient.mean(0))
 
 
-def test_a_memory_of_ones_own_survives_a_non_finite_gradient():
+@pytest.mark.parametrize(
+    "reducer",
+    quick(
+        [
+            Selecting(TopK(DENSITY), TopkAllGather()),
+            Whole(Dense()),
+            Whole(Quantized(Block8(64), split=True)),
+            Whole(Quantized(Float16())),
+            LowRank(2, min_rate=1.0),
+        ],
+        Whole(Quantized(Block8(64), split=True)),
+    ),
+    ids=lambda reducer: type(getattr(reducer, "allreduce", reducer)).__name__,
+)
+def test_a_memory_of_ones_own_survives_a_non_finite_gradient(reducer):
+    """Neither what was delivered nor the total counts in such a step."""
+    tx = jsparse.SparseAllReduce.of(Composition(AxisComm(AXIS), reducer, EF21()))
     good, bad, again = gradients(3)
     bad[2, 11] = np.inf
-    steps = list(run(composed(memory=EF21()), [good, bad, again]))
+    steps = list(run(tx, [good, bad, again]))
     assert np.isnan(steps[1][0]).all()
     jax.tree.map(np.testing.assert_array_equal, steps[0][1].buckets, steps[1][1].buckets)
-    clean = list(run(composed(memory=EF21()), [good, again]))
+    clean = list(run(tx, [good, again]))
     np.testing.assert_array_equal(steps[2][0], clean[1][0])
 
 

@@ -205,8 +205,7 @@ class Whole(Reducer):
         total, delivered, state = self.allreduce(comm, summed, state, step=step, wire=Full().at(step))
         if self.unit > 1:
             total, delivered = (layout.unalign(to_dense(each), self.unit) for each in (total, delivered))
-        if pending.vector is not None:  # Else, what does not count is zero already.
-            delivered = rescale(delivered, lambda x: jnp.where(keep, x, 0))
+        total, delivered = (rescale(each, lambda x: jnp.where(keep, x, 0)) for each in (total, delivered))
         return Reduced(acc, acc, delivered, total, counts_of_whole(acc), state)
 
 

@@ -48,7 +48,12 @@ class Part(Protocol):
         ...
 
     def rescale(self, scale: Callable[[jax.Array], jax.Array]) -> Any:
-        """The part times a number, which may be NaN: ``scale`` multiplies an array by it."""
+        """The part times a number.
+
+        Args:
+          scale: multiplies an array by the number. If that is 0, all elements of a finite part
+            become 0. If it is NaN, all become NaN.
+        """
         ...
 
 
@@ -99,7 +104,7 @@ class Parts(NamedTuple):
     """A dense vector that is not yet one array.
 
     Attributes:
-      parts: arrays of any shapes, and others. They lie end to end.
+      parts: arrays of any shapes, and parts that are not arrays yet. They lie end to end.
     """
 
     parts: Sequence[jax.Array | Part]
@@ -135,7 +140,7 @@ def rescale(x: Any, scale: Callable[[jax.Array], jax.Array]) -> Any:
 
     Args:
       x: an array, :class:`Parts`, or one of these.
-      scale: multiplies an array by the number, which may be NaN.
+      scale: as :meth:`Part.rescale` takes it.
     """
     if isinstance(x, Parts):
         return Parts([rescale(part, scale) for part in x.parts])

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from .._comm.comm import Comm
 from .._vector.arguments import check_fields
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import Vector
 from ..quantize import Codebook, Quantizer
 from ..wire import Messages, Wire
 
@@ -65,7 +65,7 @@ class AllReduce:
 
     def __call__(
         self, comm: Comm, x: Any, state: Any, *, step: jax.Array, wire: Messages
-    ) -> tuple[SparseVector | jax.Array, SparseVector | jax.Array, Any]:
+    ) -> tuple[Vector, Vector, Any]:
         """Sums ``x`` over the workers, or as much of ``x`` as the algorithm's budget allows.
 
         Args:
@@ -80,6 +80,8 @@ class AllReduce:
           ``(total, delivered, state)``. ``total`` has the same bits on every worker. ``delivered``
           is this worker's share of it: the shares of all workers add up to ``total``. So
           ``x - delivered`` still has to be sent. The indices of ``delivered`` may have any order.
+          A vector is a :class:`.SparseVector`, an array, or :class:`.Parts`, which need not be
+          arrays yet; :func:`.to_dense` makes an array of any.
         """
         raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.allreduce.AllReduce")
 

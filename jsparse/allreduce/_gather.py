@@ -16,7 +16,7 @@ from kernels_pallas import bitmap
 from .._comm.comm import Comm
 from .._vector.parts import Parts
 from .._vector.random import key_of
-from .._vector.sparse_vector import SparseVector
+from .._vector.sparse_vector import SparseVector, Vector
 from ..quantize import Quantizer
 from ..quantize._coded import Coded
 from ..wire import Compact, Messages
@@ -63,7 +63,7 @@ def delta(n: int, dtype: DTypeLike, wire: Messages) -> int:
 
 def gather_dense(
     comm: Comm, mine: jax.Array, size: int, quantize: Quantizer, step: jax.Array
-) -> tuple[Parts | jax.Array, jax.Array]:
+) -> tuple[Vector, jax.Array]:
     """Gathers each worker's vector of ``m`` values on every worker, quantized.
 
     Returns:

@@ -14,7 +14,7 @@ from .._comm.comm import Comm
 from .._vector.parts import Parts
 from .._vector.sparse_vector import Vector
 from ..quantize import Quantizer
-from ..quantize._base import check_quantizer, where_pieces
+from ..quantize._base import check_quantizer, in_turn_or_at_once
 from ..quantize._coded import Coded
 from ..wire import Messages
 from ._base import AllReduce, check_keeps_zeros
@@ -71,7 +71,7 @@ class Quantized(AllReduce):
         message = self.quantize.encode(x, quantizer_key(self.quantize, step, comm.rank()))
         messages = comm.all_gather(message)
         total = self._sum(messages, x, lambda i, values, first: values)
-        return total, self._read(message[None], x.size, x), state
+        return total, self._coded(message[None], x.size, x), state
 
     def by_owners(
         self, comm: Comm, x: jax.Array, step: jax.Array, finish: Callable[[jax.Array], jax.Array] = lambda mine: mine
@@ -93,14 +93,14 @@ class Quantized(AllReduce):
         arrived = comm.all_to_all(messages)
         own = _part(x, rank, size)
 
-        def add(i: jax.Array, values: jax.Array, first: int | jax.Array) -> jax.Array:
+        def addend(i: jax.Array, values: jax.Array, first: int | jax.Array) -> jax.Array:
             # A worker's own part is not sent, so it is not rounded.
             return jnp.where(i == rank, lax.dynamic_slice(own, (first,), values.shape), values)
 
-        mine = finish(self._sum(arrived, own, add))
+        mine = finish(self._sum(arrived, own, addend))
         # ``~step`` in place of ``step``, so that the two roundings draw different random numbers.
         everyone, rounded = gather_dense(comm, mine, x.size, self.quantize, ~step)
-        return everyone, self._read(messages, x.size, own, (rank, own + (rounded - mine)))
+        return everyone, self._coded(messages, x.size, own, (rank, own + (rounded - mine)))
 
     def _encode_parts(self, x: jax.Array, keys: jax.Array) -> jax.Array:
         """The message of each part, one in each row."""
@@ -116,7 +116,7 @@ class Quantized(AllReduce):
 
             return lax.map(encode, jnp.arange(whole))
 
-        messages = [where_pieces(self.quantize, in_turn, at_once)] if whole else []
+        messages = [in_turn_or_at_once(self.quantize, block, in_turn, at_once)] if whole else []
         if whole < size:
             rest = jnp.pad(last, (0, (size - whole - 1) * block)).reshape(size - whole, block)
             messages.append(jax.vmap(self.quantize.encode)(rest, keys[whole:]))
@@ -142,7 +142,7 @@ class Quantized(AllReduce):
             total = read(arrived) + own
             message = self.quantize.encode(total, keys[hop])
             delivered.append(own + (read(message) - total))
-        everyone = self._read(comm.all_gather(message), x.size, own)
+        everyone = self._coded(comm.all_gather(message), x.size, own)
         turned = jnp.stack(delivered)[(rank - 1 - lax.iota(jnp.int32, size)) % size]
         return everyone, turned.reshape(-1)[: x.size]
 
@@ -150,31 +150,38 @@ class Quantized(AllReduce):
         self,
         messages: jax.Array,
         like: jax.Array,
-        read: Callable[[jax.Array, jax.Array, int | jax.Array], jax.Array],
+        addend: Callable[[jax.Array, jax.Array, int | jax.Array], jax.Array],
     ) -> jax.Array:
         """The sum of the vectors of all messages, in order, one message at a time.
 
         Args:
           messages: one in each row.
           like: of the sum's shape and type.
-          read: makes of a message's number, of a stretch of its values, and of the number of the
-            first, what is added.
+          addend: makes of a message's row, of a stretch of its values, and of the index of the
+            first of these, what is added.
         """
 
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
             def combine(window: jax.Array, values: jax.Array, first: int | jax.Array) -> jax.Array:
-                return window + read(i, values, first)
+                return window + addend(i, values, first)
 
             return self.quantize.decode_into(total, jnp.minimum(i, 0), messages[i], total.size, total.size, combine)
 
         # ``zeros_like`` would vary as ``like`` does.
         return lax.fori_loop(0, messages.shape[0], add, varying_as(jnp.zeros(like.shape, like.dtype), messages))
 
-    def _read(
-        self, messages: jax.Array, size: int, part: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
+    def _coded(
+        self, messages: jax.Array, size: int, like: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
     ) -> Parts:
-        """The first ``size`` values of messages of one part each, as :class:`Coded` describes."""
-        return Parts([Coded.of(messages, self.quantize, part.size, size, part.dtype, own)])
+        """The first ``size`` values of messages, as :class:`Coded` has them.
+
+        Args:
+          messages: one in each row.
+          size: how many values are wanted.
+          like: of the shape and type of one message's values.
+          own: values that stand in place of a message's, as in :class:`Coded`.
+        """
+        return Parts([Coded.of(messages, self.quantize, like.size, size, like.dtype, own)])
 
 
 def _cut(x: jax.Array, size: int) -> tuple[int, int, jax.Array]:
@@ -182,7 +189,7 @@ def _cut(x: jax.Array, size: int) -> tuple[int, int, jax.Array]:
 
     Returns:
       The length of a part: it is even, so that two values of half a word fill a word; how many
-      parts are whole; and the part after these, padded with zeros. The others are zeros.
+      parts are whole; and the part after these, padded with zeros. All parts after it are zeros.
     """
     block = -(-x.size // (2 * size)) * 2
     whole = x.size // max(block, 1)

@@ -85,7 +85,7 @@ class NetworkJob(Job):
 
 
 def add_job_options(parser: argparse.ArgumentParser, *, form: str) -> None:
-    """Adds ``--hosts``, ``--rate``, ``--density`` and ``--form``.
+    """Adds ``--hosts``, ``--rate``, ``--density``, ``--form`` and ``--resume``.
 
     Args:
       parser: the command's parser.
@@ -102,3 +102,4 @@ def add_job_options(parser: argparse.ArgumentParser, *, form: str) -> None:
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument("--form", dest="forms", action="append", metavar="NAME", help=form)
+    parser.add_argument("--resume", action="store_true", help="measure only the forms that --json's file lacks")

@@ -24,12 +24,9 @@ PowerSGD are measured in the same run. Needs Linux and root.
 """
 
 import argparse
-import collections
-import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -40,11 +37,12 @@ import rich.console
 import rich.table
 
 from .._vector.density import elements_kept
-from .command import add_output_options, check_at_least, numbers, output, subplots, whole_number, write_json
+from .command import add_output_options, check_at_least, numbers, subplots, whole_number
 from .forms import FORMS
 from .hosts import bits_per_second
 from .job import NetworkJob, add_job_options
-from .reports import Reports, WorkerFailedError, run_workers, slowest
+from .reports import Reports, run_workers, slowest
+from .resume import Result, measure_forms
 from .timing import spread
 from .torch_worker import TORCH_FORMS
 
@@ -65,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, default=1, metavar="D", help="workers on each host, each with a gradient (default 1)"
     )
-    parser.add_argument("--resume", action="store_true", help="measure only the forms that --json's file lacks")
     add_output_options(parser, plot="the times", figures="the figures, as they come,")
 
 
@@ -75,55 +72,23 @@ def run(args: argparse.Namespace) -> None:
     # A process of PyTorch is one worker.
     names = ours if args.devices > 1 else [*ours, *TORCH_FORMS]
     job = NetworkJob.chosen(args, names, default=names)
-    before = resumed(args, job) if args.resume else []
-    missing = [name for name in job.forms if name not in {result["name"] for result in before}]
-
-    def figures(reports: Reports) -> dict[str, Any]:
-        forms = over_dense([*before, *combine(job, reports)])
-        return {**describe(job), "forms": forms}
-
-    def keep(reports: Reports) -> None:
-        if isinstance(args.json, pathlib.Path):
-            with contextlib.suppress(OSError):  # The disk may be full only now.
-                write_json(args.json, figures(reports))
-
-    try:
-        reports = measure(dataclasses.replace(job, forms=missing), keep)
-    except WorkerFailedError as error:
-        if before or any(error.reports):  # So that a long measurement is not lost.
-            output(args, figures(error.reports), show, draw_times)
-        raise
-    output(args, figures(reports), show, draw_times)
+    measure_forms(args, job, "forms", measure=measure, combine=combine, describe=describe, show=show, draw=draw_times)
 
 
-def resumed(args: argparse.Namespace, job: NetworkJob) -> list[dict[str, Any]]:
-    """The figures in ``--json``'s file of forms that were measured at every rate.
+def describe(job: NetworkJob, results: list[Result]) -> dict[str, Any]:
+    """The figures: the job, the versions of JAX and PyTorch, and the results.
 
-    Raises:
-      ValueError: the file is of another job.
+    Each result also says how many times as fast as dense it is, at its rate.
     """
-    if not isinstance(args.json, pathlib.Path):
-        raise ValueError("--resume reads what there is from the file of --json: name one")
-    if not args.json.exists():
-        return []
-    figures = json.loads(args.json.read_text())
-    for name, value in describe(job).items():
-        if name != "forms" and figures.get(name) != value:
-            raise ValueError(
-                f"--resume goes on where {args.json} ends, but {name} is {figures.get(name)} there and {value} here: "
-                "give the same options, or name another file"
-            )
-    counts = collections.Counter(result["name"] for result in figures["forms"])
-    return [result for result in figures["forms"] if counts[result["name"]] == len(job.rates)]
-
-
-def describe(job: NetworkJob) -> dict[str, Any]:
-    """The figures that say what was measured: the job, and the versions of JAX and PyTorch."""
+    dense = {result["rate"]: result["median_ms"] for result in results if result["name"] == "dense"}
     return {
         **vars(job),
         "k": elements_kept(job.density, job.size),
         "jax": jax.__version__,
         "torch": importlib.metadata.version("torch") if importlib.util.find_spec("torch") else None,
+        "forms": [
+            {**result, "times_faster_than_dense": dense[result["rate"]] / result["median_ms"]} for result in results
+        ],
     }
 
 
@@ -140,26 +105,21 @@ def measure(job: NetworkJob, keep: Callable[[Reports], None]) -> Reports:
     Raises:
       WorkerFailedError: a worker failed.
     """
-    ours = [form.name for form in FORMS if form.name in job.forms]
+    ours, theirs = ([name for name in names if name in job.forms] for names in ([f.name for f in FORMS], TORCH_FORMS))
     groups = [ours[begin : begin + TOGETHER] for begin in range(0, len(ours), TOGETHER)]
     runs = [("jsparse.bench.network_worker", dataclasses.replace(job, forms=group)) for group in groups]
-    if importlib.util.find_spec("torch") and any(name in job.forms for name in TORCH_FORMS):
-        runs.append(("jsparse.bench.torch_worker", job))
-    return run_workers(runs, len(job.rates) * len(job.forms), keep) if runs else []
+    if theirs and importlib.util.find_spec("torch"):
+        runs.append(("jsparse.bench.torch_worker", dataclasses.replace(job, forms=theirs)))
+    return run_workers(runs, keep) if runs else []
 
 
-def combine(job: NetworkJob, reports: Reports) -> list[dict[str, Any]]:
-    """Combines the reports of all hosts into the figures of each form at each rate.
-
-    Args:
-      job: the job.
-      reports: the reports of each host, in the same order on all.
-    """
-    results: list[dict[str, Any]] = []
+def combine(reports: Reports) -> list[Result]:
+    """Combines the reports of all hosts, which tell of the same in the same order."""
+    results: list[Result] = []
     for told in zip(*reports, strict=True):
         first = told[0]
         ms = slowest(told, "ms")
-        result: dict[str, Any] = {
+        result: Result = {
             "name": first["name"],
             "rate": first["rate"],
             "dense_update": first["dense_update"],
@@ -182,12 +142,6 @@ def combine(job: NetworkJob, reports: Reports) -> list[dict[str, Any]]:
             result["communication_ms"] = max(result["median_ms"] - computing, 0.0)
         results.append(result)
     return results
-
-
-def over_dense(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures, with how many times as fast as dense each form is at its rate."""
-    dense = {result["rate"]: result["median_ms"] for result in results if result["name"] == "dense"}
-    return [{**result, "times_faster_than_dense": dense[result["rate"]] / result["median_ms"]} for result in results]
 
 
 def hosts(figures: dict[str, Any]) -> str:

@@ -2,9 +2,11 @@
 
 A worker reports lines of JSON on its standard output, by :func:`tell`; :func:`run_workers` reads
 them in the process that started it. A report with the key ``"ask"`` is a request for another link
-rate; the answer is an empty line on the worker's standard input.
+rate; the answer is an empty line on the worker's standard input. One with ``"progress"`` only
+moves the progress bar.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -29,6 +31,12 @@ Reports = list[list[dict[str, Any]]]
 def tell(**what: Any) -> None:
     """Reports from a worker to the process that started it."""
     print(f"{REPORT}{json.dumps(what)}", flush=True)
+
+
+def tell_progress(name: str, done: float) -> None:
+    """Reports from worker 0 what part of a measurement is done, for the progress bar."""
+    if os.environ["JSPARSE_RANK"] == "0":
+        tell(name=name, progress=done)
 
 
 def ask_for_rate(rate: str) -> None:
@@ -68,16 +76,12 @@ class WorkerFailedError(ValueError):
         self.reports = complete(reports)
 
 
-def run_workers(
-    runs: Sequence[tuple[str, Job]], total: int, keep: Callable[[Reports], None] = lambda reports: None
-) -> Reports:
+def run_workers(runs: Sequence[tuple[str, Job]], keep: Callable[[Reports], None] = lambda reports: None) -> Reports:
     """Runs modules on hosts, one after the other, behind a progress bar.
 
     Args:
       runs: the modules' names, such as ``"jsparse.bench.network_worker"``, and what each is to do.
         As JSON that is the module's argument. All jobs have the same hosts and rates.
-      total: the progress bar's length. The bar stands at a report's ``"done"``; where a report has
-        none, at the number of reports so far.
       keep: takes the reports of each host so far, as many of each, whenever all hosts have told
         of something.
 
@@ -95,7 +99,7 @@ def run_workers(
         progress_bar() as progress,
         tempfile.TemporaryFile("w+") as errors,
     ):
-        task = progress.add_task("starting", total=total)
+        task = progress.add_task("starting", total=sum(len(part.forms) * len(part.rates) for _, part in runs))
 
         def hear(rank: int, process: Any, line: str) -> None:
             if not line.startswith(REPORT):
@@ -106,10 +110,13 @@ def run_workers(
                 process.stdin.write("\n")
                 process.stdin.flush()
                 return
+            bar = functools.partial(progress.update, task, description=report["name"])
+            if "progress" in report:
+                bar(completed=len(reports[rank]) + report["progress"])
+                return
             with lock:  # Each host has a thread that hears it.
                 reports[rank].append(report)
-                done = report.get("done", len(reports[rank]))
-                progress.update(task, description=report["name"], completed=done)
+                bar(completed=len(reports[rank]))
                 if len(reports[rank]) == min(map(len, reports)):
                     keep(complete(reports))
 

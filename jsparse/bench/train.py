@@ -13,6 +13,9 @@ A step has three parts. The first two are measured by themselves, on all hosts a
 - communication: the rest of the step, which is messages, sums of what arrives, and waiting for the
   cores that the hosts share.
 
+``--json`` writes the figures of each training as soon as it ends. A run that was stopped goes on
+by ``--resume`` with the forms that the file lacks.
+
 The net is the one that the SparCML thesis trains on MNIST, with two hidden layers of 4,096; VGG-16
 or ResNet-20 for images of 32 x 32; or LSTM-PTB for words. Needs Linux, root and Flax.
 """
@@ -21,15 +24,18 @@ import argparse
 import importlib.util
 import pathlib
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import rich.console
 import rich.table
 
-from .command import add_output_options, check_at_least, numbers, output, subplots
+from .command import add_output_options, check_at_least, numbers, subplots
 from .forms import FORMS
-from .job import add_job_options
-from .reports import run_workers, slowest
+from .job import Job, add_job_options
+from .reports import Reports, run_workers, slowest
+from .resume import Result, measure_forms
 
 HELP = "train over slow links to a target accuracy, dense and sparse"
 NETS = ("dense", "vgg16", "resnet20", "lstm")
@@ -60,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=1000, help="largest number of steps (default 1000)")
     parser.add_argument("--every", type=int, default=10, help="steps from one test to the next (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
-    add_output_options(parser, plot="accuracy by the clock and the parts of a step")
+    plot = "accuracy by the clock and the parts of a step"
+    add_output_options(parser, plot=plot, figures="the figures, as they come,")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -81,18 +88,33 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"a batch of {job.hosts * job.batch} is more than the {count} training examples: lower --hosts or --batch"
         )
-    runs = [combine(told) for told in zip(*train(job), strict=True)]
-    output(args, {**vars(job), "runs": runs}, show, draw)
+    measure_forms(args, job, "runs", measure=measure, combine=combine, describe=describe, show=show, draw=draw)
 
 
-def train(job: Any) -> list[list[dict[str, Any]]]:
-    """Runs the job, and returns each host's reports, one for each training."""
-    total = len(job.forms) * len(job.rates) * job.steps
-    reports = run_workers([("jsparse.bench.train_worker", job)], total)
-    return [[report for report in told if "step_ms" in report] for told in reports]
+def describe(job: Job, results: list[Result]) -> dict[str, Any]:
+    """The figures: the job, the version of JAX, and the trainings."""
+    return {**vars(job), "jax": jax.__version__, "runs": results}
 
 
-def combine(told: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def measure(job: Job, keep: Callable[[Reports], None]) -> Reports:
+    """Runs the job, and returns each host's reports, one for each training.
+
+    Args:
+      job: the job.
+      keep: takes the reports so far, whenever there are more.
+
+    Raises:
+      WorkerFailedError: a worker failed.
+    """
+    return run_workers([("jsparse.bench.train_worker", job)], keep)
+
+
+def combine(reports: Reports) -> list[Result]:
+    """Combines the reports of all hosts, which tell of the same trainings in the same order."""
+    return [of_all_hosts(told) for told in zip(*reports, strict=True)]
+
+
+def of_all_hosts(told: Sequence[dict[str, Any]]) -> Result:
     """Combines the hosts' reports of one training; a step's time is that of the slowest host."""
     first = told[0]
     step = slowest(told, "step_ms")
@@ -154,7 +176,8 @@ def show(figures: dict[str, Any]) -> None:
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
     """Draws test accuracy by the clock (the loss where there is no target), and a step's parts."""
-    runs, rates = figures["runs"], figures["rates"]
+    runs = figures["runs"]
+    rates = [rate for rate in figures["rates"] if any(run["rate"] == rate for run in runs)]
     names = list(dict.fromkeys(run["name"] for run in runs))
     figure, axes = subplots(len(rates), 2, size=(11, 4 * len(rates)), squeeze=False)
     for (clock, bars), rate in zip(axes, rates, strict=True):

@@ -28,7 +28,7 @@ from .images import Images, load_images
 from .job import Job
 from .nets import CLASSES, NETS, WORDS
 from .network_worker import Selecting, agreement
-from .reports import ask_for_rate, tell, work
+from .reports import ask_for_rate, tell, tell_progress, work
 from .timing import time_steps, timed
 
 AXIS = "hosts"
@@ -90,8 +90,8 @@ def main(text: str) -> None:
     rank = int(os.environ["JSPARSE_RANK"])
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
     trainer = Trainer(job, rank)
-    for number, name in enumerate(job.forms):
-        trainer.train(next(form for form in FORMS if form.name == name), number * len(job.rates))
+    for name in job.forms:
+        trainer.train(next(form for form in FORMS if form.name == name))
     jax.distributed.shutdown()
 
 
@@ -145,13 +145,8 @@ class Trainer:
         self._grads = [run_gradient(params, batch) for batch in self._first_batches]
         self._compute()  # Before the clock runs.
 
-    def train(self, form: Form, done: int) -> None:
-        """Trains from the start at every rate, and reports the figures.
-
-        Args:
-          form: how to synchronise.
-          done: how many trainings were done before, for the progress bar.
-        """
+    def train(self, form: Form) -> None:
+        """Trains from the start at every rate, and reports the figures."""
         job = self._job
         tx = form.make(AXIS, density=job.density)
         step = train_step(self._loss, optax.chain(tx, self._sgd), self._mesh, AXIS, check_vma=False)
@@ -165,22 +160,19 @@ class Trainer:
             (run,) = self._compiler.compile(programs)
         alone = {f"{name}_ms": time_steps(part, self._agree, job.repeats) for name, part in parts.items()}
         jax.block_until_ready(run(step.init(self._params), self._first_batches[0]))  # Before the clock runs.
-        for number, rate in enumerate(job.rates, done):
+        size = self._grads[0].size // job.hosts
+        for rate in job.rates:
             ask_for_rate(rate)
-            state = step.init(self._params)
-            figures = self._run(
-                run, state, lambda at, number=number: tell(name=form.name, done=number * job.steps + at)
-            )
-            size = self._grads[0].size // job.hosts
-            tell(name=form.name, done=(number + 1) * job.steps, rate=rate, parameters=size, **alone, **figures)
+            figures = self._run(run, step.init(self._params), functools.partial(tell_progress, form.name))
+            tell(name=form.name, rate=rate, parameters=size, **alone, **figures)
 
-    def _run(self, step: Callable[..., Any], state: TrainState, show: Callable[[int], None]) -> dict[str, Any]:
+    def _run(self, step: Callable[..., Any], state: TrainState, show: Callable[[float], None]) -> dict[str, Any]:
         """Trains to the target, and returns the times, bytes, losses and accuracies.
 
         Args:
           step: the training step.
           state: the state before the first step.
-          show: is called with the number of steps done, on worker 0.
+          show: takes the part of the steps that is done.
         """
         job, batches = self._job, self._batches()
         times, accuracies, losses, words, sent = [], [], [], [], 0
@@ -193,8 +185,7 @@ class Trainer:
             times.append(ms)
             losses.append(float(loss.addressable_data(0)))
             words.append(int(stats(state.opt_state).words[0]))
-            if self._rank == 0:
-                show(number)
+            show(number / job.steps)
             if job.target is not None and (number % job.every == 0 or number == job.steps):
                 accuracies.append(self._accuracy(state.params))
                 if accuracies[-1] >= job.target:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,20 @@ from jax.typing import DTypeLike
 from kernels_pallas import varying_as
 
 from .._vector.arguments import check_fields
-from .._vector.layout import zero_of
 from .._vector.random import uniform
 
 WORD = 32
 # The number of digits in a stretch of packed digits.
 STRETCH = 256
-# About how many values are coded at once on CPUs.
-PIECE = 2**16
+# About how many values are coded at once on CPUs, and up to how many a whole message is few.
+PIECE, FEW = 2**16, 2**12
 # The number of parts of a row that are compared or added first.
 PARTS = 16
 Combine: TypeAlias = Callable[[jax.Array, jax.Array, int | jax.Array], jax.Array]
 
 
-@runtime_checkable
-class Quantizer(Protocol):
+class Quantizer:
     """Encodes values in fewer bits than they have: a frozen dataclass of hyperparameters.
-
-    Inherit from this class.
 
     A message consists of int32 words, so that no backend widens it on the way. Zeros stay zeros,
     unless a class says otherwise. If a value is not finite, its whole bucket is not finite after
@@ -46,15 +42,12 @@ class Quantizer(Protocol):
       unbiased: whether the expectation of the decoded values is the encoded values.
       unit: from the first value on, so many are coded together, and depend on no others. None: all
         values depend on each other.
-      in_pieces: whether CPUs code long vectors piece by piece, so that ``decode_into`` is faster
-        than ``decode`` and a later pass.
     """
 
     lossless: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     unit: ClassVar[int | None] = 1
-    in_pieces: ClassVar[bool] = False
 
     def encode(self, values: jax.Array, key: jax.Array) -> jax.Array:
         """Encodes values as a message of int32 words.
@@ -63,11 +56,26 @@ class Quantizer(Protocol):
           values: float32 or float64, shape ``(m,)``.
           key: a random key, for quantizers that draw random numbers.
         """
-        ...
+        raise NotImplementedError(self._to_define)
 
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
         """Decodes the ``m`` values of a message, in the type ``dtype``."""
-        ...
+        raise NotImplementedError(self._to_define)
+
+    def words(self, m: int, dtype: DTypeLike) -> int:
+        """The length in words of a message of ``m`` values of ``dtype``.
+
+        ``decode`` reads only this many words of a longer message.
+        """
+        raise NotImplementedError(self._to_define)
+
+    def in_turn(self, m: int) -> bool:
+        """Whether CPUs do best to code messages of ``m`` values one after the other.
+
+        They do where ``decode_into`` is faster than ``decode`` and a later pass over all values,
+        or where decoding needs much memory.
+        """
+        return False
 
     def decode_into(
         self, vector: jax.Array, begin: jax.Array, message: jax.Array, m: int, size: int, combine: Combine
@@ -77,22 +85,24 @@ class Quantizer(Protocol):
         This is in place if the vector may be overwritten, and XLA does not know ``begin``.
 
         Args:
-          vector: of the type in which the values are decoded, shape ``(n,)``.
-          begin: int32 scalar: where the window begins.
+          vector: of the type in which the values are decoded, shape ``(n,)``. It varies over as
+            many mesh axes as the message and what ``combine`` adds.
+          begin: int32 or int64 scalar: where the window begins.
+          message: from ``encode``.
+          m: the number of the message's values.
+          size: the window's length, at most ``m``.
           combine: makes of a stretch of the window, of the same stretch of the values, and of the
-            number of its first value, what stands there afterwards; element by element.
+            index of its first value in the message (an int, or an integer scalar), what stands
+            there afterwards; element by element.
 
         Returns:
           The vector, shape ``(n,)``.
         """
         return _combined(vector, begin, self.decode(message, m, vector.dtype)[:size], 0, combine)
 
-    def words(self, m: int, dtype: DTypeLike) -> int:
-        """The length in words of a message of ``m`` values of ``dtype``.
-
-        ``decode`` reads only this many words of a longer message.
-        """
-        ...
+    @property
+    def _to_define(self) -> str:
+        return f"{type(self).__name__} has to define this: see jsparse.quantize.Quantizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +199,11 @@ def bucket_length(m: int, bucket: int | None) -> int:
 
 def check_quantizer(name: str, quantize: Any) -> None:
     """Refuses what is no quantizer, such as a class of quantizers."""
-    if not isinstance(quantize, Quantizer) or isinstance(quantize, type):
-        raise ValueError(f"{name} is {quantize!r}; it must be a quantizer, such as quantize.Block8()")
+    if not isinstance(quantize, Quantizer):
+        raise ValueError(
+            f"{name} is {quantize!r}; it must be a quantizer, such as quantize.Block8(), or of a class of your own "
+            "that inherits from quantize.Quantizer"
+        )
 
 
 class Scaled(Quantizer):
@@ -201,8 +214,6 @@ class Scaled(Quantizer):
     ``_digits`` and ``_values``. A message holds the digits of all whole pieces, their scales, the
     digits of what is left over, and its scales, or the one that all share.
     """
-
-    in_pieces = True
 
     bucket: int | None
     _base: int
@@ -250,48 +261,63 @@ class Scaled(Quantizer):
 
         return lax.platform_dependent(cpu=in_turn, default=at_once) if count else jnp.concatenate(rest)
 
+    def in_turn(self, m: int) -> bool:
+        return m > FEW
+
     def decode(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        if not self._pieces(m)[0]:
+        def in_turn(message: jax.Array) -> jax.Array:
+            zeros = varying_as(jnp.zeros(m, dtype), message)
+            return self._decode_in_turn(zeros, unknown_zero(), message, m, m, lambda window, values, first: values)
+
+        def at_once(message: jax.Array) -> jax.Array:
             return self._decode_at_once(message, m, dtype)
-        zeros = varying_as(jnp.zeros(m, dtype), message)
-        return self.decode_into(zeros, zero_of(message[0] > 0), message, m, m, lambda window, values, first: values)
+
+        return lax.platform_dependent(message, cpu=in_turn, default=at_once)
 
     def decode_into(
         self, vector: jax.Array, begin: jax.Array, message: jax.Array, m: int, size: int, combine: Combine
     ) -> jax.Array:
-        def at_once(vector: jax.Array) -> jax.Array:
-            values = self._decode_at_once(message, m, vector.dtype)
-            return _combined(vector, begin, values[:size], 0, combine)
-
         def in_turn(vector: jax.Array) -> jax.Array:
-            whole, read = self._reader(message, m, vector.dtype)
-            piece = self._pieces(m)[1]
+            return self._decode_in_turn(vector, begin, message, m, size, combine)
 
-            def add(first: int | jax.Array, vector: jax.Array, coded: int, wanted: int) -> jax.Array:
-                values = _apart(read(first, coded), begin + first)[:wanted]
-                return _combined(vector, begin, values, first, combine)
-
-            count, left = divmod(min(size, whole), piece) if whole else (0, 0)
-            if count:
-                vector = lax.fori_loop(0, count, lambda i, vector: add(i * piece, vector, piece, piece), vector)
-            if left:
-                vector = add(count * piece, vector, piece, left)
-            return add(whole, vector, m - whole, size - whole) if size > whole else vector
+        def at_once(vector: jax.Array) -> jax.Array:
+            return _combined(vector, begin, self._decode_at_once(message, m, vector.dtype)[:size], 0, combine)
 
         return lax.platform_dependent(vector, cpu=in_turn, default=at_once)
 
+    def _decode_in_turn(
+        self, vector: jax.Array, begin: jax.Array, message: jax.Array, m: int, size: int, combine: Combine
+    ) -> jax.Array:
+        whole, read, rest = self._reader(message, m, vector.dtype)
+        piece = self._pieces(m)[1]
+
+        def add(vector: jax.Array, first: int | jax.Array, values: jax.Array) -> jax.Array:
+            return _combined(vector, begin, _apart(values, begin + first), first, combine)
+
+        count, left = divmod(min(size, whole), piece) if whole else (0, 0)
+        # First what is not a whole piece. After the loop, whatever reads the vector would look at
+        # each element whether it is one of these.
+        if left:
+            vector = add(vector, count * piece, read(count * piece, piece)[:left])
+        if size > whole:
+            vector = add(vector, whole, rest()[: size - whole])
+        if not count:
+            return vector
+        return lax.fori_loop(0, count, lambda i, vector: add(vector, i * piece, read(i * piece, piece)), vector)
+
     def _decode_at_once(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        whole, read = self._reader(message, m, dtype)
-        return jnp.concatenate([*([read(0, whole)] if whole else []), read(whole, m - whole)])
+        whole, read, rest = self._reader(message, m, dtype)
+        return jnp.concatenate([read(0, whole), rest()] if whole else [rest()])
 
     def _reader(
         self, message: jax.Array, m: int, dtype: DTypeLike
-    ) -> tuple[int, Callable[[int | jax.Array, int], jax.Array]]:
+    ) -> tuple[int, Callable[[int | jax.Array, int], jax.Array], Callable[[], jax.Array]]:
         """How a message is read.
 
         Returns:
-          How many of its values are in whole pieces; and a function that decodes a piece or
-          several, or what follows them: it takes the place of the first value, and their number.
+          How many of its values are in whole pieces; a function that decodes one of these pieces
+          or several, of the index of the first value and the number of values; and a function that
+          decodes the values after them.
         """
         count, piece = self._pieces(m)
         whole = count * piece
@@ -300,16 +326,18 @@ class Scaled(Quantizer):
         digits, *others = jnp.split(message[: self.words(m, dtype)], list(itertools.accumulate(lengths)))
         scales, last_digits, last_scales = others[0].view(dtype), others[1], others[2].view(dtype)
 
-        def read(first: int | jax.Array, size: int) -> jax.Array:
-            if isinstance(first, int) and first == whole:
-                words, row_scales = last_digits, last_scales
-            else:
-                words, row_scales = (_stretch(x, first, size, whole) for x in (digits, scales))
-                row_scales = last_scales if self.bucket is None else row_scales
+        def values(words: jax.Array, scales: jax.Array, size: int) -> jax.Array:
             rows = in_buckets(unpack_digits(words, size, self._base), self.bucket)
-            return self._values(row_scales[:, None], rows, m).reshape(-1)[:size]
+            return self._values(scales[:, None], rows, m).reshape(-1)[:size]
 
-        return whole, read
+        def read(first: int | jax.Array, size: int) -> jax.Array:
+            words, own = (_stretch(x, first, size, whole) for x in (digits, scales))
+            return values(words, last_scales if self.bucket is None else own, size)
+
+        def rest() -> jax.Array:
+            return values(last_digits, last_scales, m - whole)
+
+        return whole, read, rest
 
     def words(self, m: int, dtype: DTypeLike) -> int:
         return self._scale_words(m, dtype) + packed_words(m, self._base)
@@ -371,11 +399,22 @@ def _write_rows(rows: jax.Array, piece: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(rows, piece, (i * piece.shape[0], 0))
 
 
-def where_pieces(
-    quantize: Quantizer, in_turn: Callable[..., jax.Array], at_once: Callable[..., jax.Array], *operands: jax.Array
+def in_turn_or_at_once(
+    quantize: Quantizer,
+    m: int,
+    in_turn: Callable[..., jax.Array],
+    at_once: Callable[..., jax.Array],
+    *operands: jax.Array,
 ) -> jax.Array:
-    """``in_turn(*operands)`` where long vectors are coded in pieces, and elsewhere ``at_once``."""
-    return lax.platform_dependent(*operands, cpu=in_turn if quantize.in_pieces else at_once, default=at_once)
+    """Codes messages of ``m`` values one after the other where that is best, else all at once."""
+    if not quantize.in_turn(m):
+        return at_once(*operands)
+    return lax.platform_dependent(*operands, cpu=in_turn, default=at_once)
+
+
+def unknown_zero() -> jax.Array:
+    """A zero that XLA does not know to be constant: int32 scalar."""
+    return lax.optimization_barrier(jnp.int32(0))
 
 
 def _stretch(x: jax.Array, first: int | jax.Array, size: int, whole: int) -> jax.Array:
@@ -391,7 +430,7 @@ def _apart(x: jax.Array, place: int | jax.Array) -> jax.Array:
     """``x``, stored before it is used. ``place`` is not negative, which XLA does not know.
 
     XLA:CPU otherwise puts the loops of what makes ``x`` and of what uses it together. Then it
-    rounds a product and a sum at once, and may work on one element at a time.
+    rounds a product and a sum once in place of twice, and may work on one element at a time.
     """
     return lax.cond(place < 0, jnp.zeros_like, lambda x: x, x)
 

@@ -1,6 +1,7 @@
 """Vectors that are still messages of a quantizer."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -10,9 +11,8 @@ from jax.typing import DTypeLike
 
 from kernels_pallas import varying_as
 
-from .._vector.layout import zero_of
 from .._vector.parts import subtract_window
-from ._base import Quantizer, where_pieces
+from ._base import Quantizer, in_turn_or_at_once, unknown_zero
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +20,8 @@ from ._base import Quantizer, where_pieces
 class Coded:
     """The values of some messages, in their order, as a part of a vector.
 
-    Where a quantizer works in pieces, they are decoded where they are wanted, some at a time while
-    these are in cache; else all at once.
+    On CPUs a quantizer may decode them where they are wanted, a few at a time, which stay in cache
+    (``Quantizer.in_turn``). Otherwise they are decoded all at once.
 
     Attributes:
       messages: int32, shape ``(rows, words)``.
@@ -29,8 +29,8 @@ class Coded:
       quantize: what encoded the messages.
       length: the number of values in a message.
       size: how many of all values are wanted; those at the end are padding.
-      own: values that stand in place of a message's, shape ``(length,)``; or None.
-      rank: int32 scalar: the row of that message; or None.
+      own: int32 scalar and shape ``(length,)``: the row of a message, and the values that stand in
+        its place; or None.
     """
 
     messages: jax.Array
@@ -38,8 +38,7 @@ class Coded:
     quantize: Quantizer = dataclasses.field(metadata={"static": True})
     length: int = dataclasses.field(metadata={"static": True})
     size: int = dataclasses.field(metadata={"static": True})
-    own: jax.Array | None = None
-    rank: jax.Array | None = None
+    own: tuple[jax.Array, jax.Array] | None = None
 
     @staticmethod
     def of(
@@ -50,23 +49,24 @@ class Coded:
         dtype: DTypeLike,
         own: tuple[jax.Array, jax.Array] | None = None,
     ) -> "Coded":
-        """The values of messages in the type ``dtype``. ``own`` is the rank and the values."""
-        rank, values = own or (None, None)
-        return Coded(messages, jnp.ones((), dtype), quantize, length, size, values, rank)
+        """The values of messages, in the type ``dtype``."""
+        return Coded(messages, jnp.ones((), dtype), quantize, length, size, own)
 
     def whole(self) -> jax.Array:
         """The values, shape ``(size,)``."""
 
         def in_turn() -> jax.Array:
-            start = jnp.zeros(self.size, self.factor.dtype)
-            for leaf in jax.tree.leaves(self):
-                start = varying_as(start, leaf)
-            return self._into(start, zero_of(self.messages[0, 0] > 0), lambda window, values: values)
+            zeros = jnp.zeros(self.size, self.factor.dtype)
+            start = functools.reduce(varying_as, jax.tree.leaves(self), zeros)
+            return self._into(start, unknown_zero(), lambda window, values: values)
 
-        return where_pieces(self.quantize, in_turn, self._at_once) if self.size else self._at_once()
+        return in_turn_or_at_once(self.quantize, self.length, in_turn, self._at_once)
 
     def rescale(self, scale: Callable[[jax.Array], jax.Array]) -> "Coded":
-        """The values times a number, rounded: ``x / 3`` is ``x`` times a third here."""
+        """The values times a number, as ``Part.rescale`` says.
+
+        Where ``scale`` divides by a number, they are multiplied by its rounded reciprocal.
+        """
         return dataclasses.replace(self, factor=scale(self.factor))
 
     def subtract_from(self, vector: jax.Array, begin: jax.Array) -> jax.Array:
@@ -78,33 +78,34 @@ class Coded:
         def at_once(vector: jax.Array) -> jax.Array:
             return subtract_window(vector, begin, self._at_once())
 
-        return where_pieces(self.quantize, in_turn, at_once, vector)
+        return in_turn_or_at_once(self.quantize, self.length, in_turn, at_once, vector)
 
     def _at_once(self) -> jax.Array:
         values = jax.vmap(lambda row: self.quantize.decode(row, self.length, self.factor.dtype))(self.messages)
         if self.own is not None:
-            values = values.at[self.rank].set(self.own)
+            rank, own = self.own
+            values = values.at[rank].set(own)
         return self._scaled(values.reshape(-1)[: self.size])
 
     def _into(
         self, vector: jax.Array, begin: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]
     ) -> jax.Array:
         """Combines a window of a vector with the values, message by message."""
-        rows, left = divmod(self.size, self.length)
+        rows, left = divmod(self.size, max(self.length, 1))
 
         def add(i: int | jax.Array, vector: jax.Array, size: int) -> jax.Array:
             def with_own(window: jax.Array, values: jax.Array, first: int | jax.Array) -> jax.Array:
                 if self.own is not None:
-                    mine = lax.dynamic_slice(self.own, (first,), values.shape)
-                    values = jnp.where(i == self.rank, mine, values)
+                    rank, own = self.own
+                    values = jnp.where(i == rank, lax.dynamic_slice(own, (first,), values.shape), values)
                 return combine(window, self._scaled(values))
 
             here = begin + i * self.length
             return self.quantize.decode_into(vector, here, self.messages[i], self.length, size, with_own)
 
-        if rows:
-            vector = lax.fori_loop(0, rows, lambda i, vector: add(i, vector, self.length), vector)
-        return add(rows, vector, left) if left else vector
+        if left:
+            vector = add(rows, vector, left)
+        return lax.fori_loop(0, rows, lambda i, vector: add(i, vector, self.length), vector) if rows else vector
 
     def _scaled(self, values: jax.Array) -> jax.Array:
         return jnp.where(self.factor == 0, 0, self.factor * values)

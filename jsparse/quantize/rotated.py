@@ -82,6 +82,9 @@ class Rotated(Quantizer):
         turned = [(_turned(part, back=True) * self._signs(part)).reshape(-1) for part in parts]
         return jnp.concatenate(turned)[:m]
 
+    def in_turn(self, m: int) -> bool:
+        return self.quantize.in_turn(m)
+
     def words(self, m: int, dtype: DTypeLike) -> int:
         whole, left = self._cut(m)
         return self.quantize.words(whole * self.block + left, dtype)
