@@ -103,9 +103,11 @@ class Coded:
             here = begin + i * self.length
             return self.quantize.decode_into(vector, here, self.messages[i], self.length, size, with_own)
 
+        if rows:
+            vector = lax.fori_loop(0, rows, lambda i, vector: add(i, vector, self.length), vector)
         if left:
             vector = add(rows, vector, left)
-        return lax.fori_loop(0, rows, lambda i, vector: add(i, vector, self.length), vector) if rows else vector
+        return vector
 
     def _scaled(self, values: jax.Array) -> jax.Array:
         return jnp.where(self.factor == 0, 0, self.factor * values)
