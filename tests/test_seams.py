@@ -189,7 +189,7 @@ class EF21(Memory):
 
     def retain(self, state: Estimate, done: Reduced, mean: Quotient, keep, size):
         own = state.own + to_dense(done.delivered)
-        shared = state.mean + to_dense(mean.total) / mean.divisor
+        shared = jnp.where(keep, state.mean + to_dense(mean.total) / mean.divisor, state.mean)
         return Estimate(own, shared), Quotient(shared, 1)
 
 
@@ -233,7 +233,7 @@ def test_ef21_over_an_all_reduce_that_does_not_deliver_all(select):
     ids=lambda reducer: type(getattr(reducer, "allreduce", reducer)).__name__,
 )
 def test_a_memory_of_ones_own_survives_a_non_finite_gradient(reducer):
-    """Neither what was delivered nor the total counts in such a step."""
+    """Nothing is delivered in such a step."""
     tx = jsparse.SparseAllReduce.of(Composition(AxisComm(AXIS), reducer, EF21()))
     good, bad, again = gradients(3)
     bad[2, 11] = np.inf

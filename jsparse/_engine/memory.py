@@ -41,7 +41,8 @@ class Memory:
 
     Its state is a NamedTuple of arrays. Those of the vector's length have shape ``(n,)``; it has a
     ``residual``: what was accumulated and not delivered, or None. In a step with ``keep`` false
-    nothing is delivered, and a memory leaves all its state as it was. By default it keeps nothing.
+    nothing is delivered, but the total and its mean may be anything. A memory leaves all its state
+    as it was then. By default it keeps nothing.
 
     Attributes:
       feeds_back: whether what was not delivered is kept.

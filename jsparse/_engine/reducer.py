@@ -46,8 +46,8 @@ class Reduced(NamedTuple):
     Attributes:
       acc: the vector, shape ``(n,)``, or a run where nothing was kept.
       sent: what of it was sent.
-      delivered: this worker's share of the sum.
-      total: the sum, the same bits on every worker.
+      delivered: this worker's share of the sum; nothing in a step that does not count.
+      total: the sum, the same bits on every worker; anything in a step that does not count.
       counts: what it tells.
       state: for the next step.
     """
@@ -205,7 +205,7 @@ class Whole(Reducer):
         total, delivered, state = self.allreduce(comm, summed, state, step=step, wire=Full().at(step))
         if self.unit > 1:
             total, delivered = (layout.unalign(to_dense(each), self.unit) for each in (total, delivered))
-        total, delivered = (rescale(each, lambda x: jnp.where(keep, x, 0)) for each in (total, delivered))
+        delivered = rescale(delivered, lambda x: jnp.where(keep, x, 0))
         return Reduced(acc, acc, delivered, total, counts_of_whole(acc), state)
 
 
