@@ -7,6 +7,7 @@ So a selection of ``k`` out of ``n`` elements reads the array of length ``n`` on
 little memory for the rest.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -36,10 +37,10 @@ def pack(mask: jax.Array) -> jax.Array:
     Array([5], dtype=uint32)
     """
     columns, tail = _columns(mask)
-    return _of_columns(columns, tail)
+    return _of_columns([columns], tail)
 
 
-def of_squares(columns: jax.Array, tail: jax.Array) -> jax.Array:
+def of_squares(columns: Sequence[jax.Array], tail: jax.Array) -> jax.Array:
     """The bitmap of a mask that was packed square by square.
 
     Args:
@@ -49,11 +50,13 @@ def of_squares(columns: jax.Array, tail: jax.Array) -> jax.Array:
     return _of_columns(columns, _pack_rows(tail))
 
 
-def _of_columns(columns: jax.Array, tail: jax.Array) -> jax.Array:
+def _of_columns(columns: Sequence[jax.Array], tail: jax.Array) -> jax.Array:
     # Each word holds a column of a square, so its bits form the transposed square. The columns of
-    # that are the rows of the mask.
-    words = pack_squares((columns[:, :, None] & _bits()[None, None]) != 0).reshape(-1)
-    return jnp.concatenate([words, tail]) if tail.shape[0] else words
+    # that are the rows of the mask. Put together before, the columns would take three times as
+    # long on a CPU: XLA looks for the part that a column is in with each of its bits.
+    words = [pack_squares((part[:, :, None] & _bits()[None, None]) != 0).reshape(-1) for part in columns]
+    words = [part for part in [*words, tail] if part.shape[0]]
+    return jnp.concatenate(words) if words else tail
 
 
 def _pack_rows(mask: jax.Array) -> jax.Array:

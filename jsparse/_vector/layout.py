@@ -189,28 +189,27 @@ class Layout:
         # It depends on the threshold, so XLA computes first what that depends on. Only then can it
         # overwrite the vector in place.
         zero = zero_of(threshold >= 0)
-        windows = self._pieces()
-        columns = varying_as(jnp.zeros((self.n // bitmap.SQUARE, bitmap.WORD), jnp.uint32), vector)
-        carry = vector, columns
+        windows, marked = self._pieces(), []
         for leaf, (begin, end) in zip(leaves, itertools.pairwise(self.offsets), strict=True):
             part = leaf.reshape(-1)
             first, last = next(((b, e) for b, e in windows if begin <= b < end), (end, end))
             for b, e in ((begin, first), (last, end)):
                 if b < e:
-                    carry = self._add_window(carry[0], part[b - begin : e - begin], b + zero, keep, limit), carry[1]
+                    vector = self._add_window(vector, part[b - begin : e - begin], b + zero, keep, limit)
             if first < last:
-                carry = self._add_pieces(carry, part, begin, range(first, last, PIECE), keep, limit, threshold)
-        vector, columns = carry
+                begins = range(first, last, PIECE)
+                vector, columns = self._add_pieces(vector, part, begin, begins, keep, limit, threshold)
+                marked.append(columns)
         # The squares between the windows.
-        whole = columns.shape[0] * bitmap.SQUARE
-        for b, e in zip([0, *(end for _, end in windows)], [*(begin for begin, _ in windows), whole], strict=True):
-            if b < e:
-                columns = _mark(columns, vector[b:e], b + zero, threshold)
-        return vector, bitmap.of_squares(columns, reaches(vector[whole:], threshold))
+        whole = self.n // bitmap.SQUARE * bitmap.SQUARE
+        begins, ends = [0, *(end for _, end in windows)], [*(begin for begin, _ in windows), whole]
+        between = [_mark(vector[b:e], threshold) for b, e in zip(begins, ends, strict=True)]
+        squares = [between[0], *itertools.chain.from_iterable(zip(marked, between[1:], strict=True))]
+        return vector, bitmap.of_squares(squares, reaches(vector[whole:], threshold))
 
     def _add_pieces(
         self,
-        carry: tuple[jax.Array, jax.Array],
+        vector: jax.Array,
         part: jax.Array,
         offset: int,
         begins: range,
@@ -221,10 +220,13 @@ class Layout:
         """Adds pieces of a leaf, and marks them.
 
         Args:
-          carry: the vector, and the columns of its bitmap's squares.
+          vector: to which the pieces are added.
           part: the leaf.
           offset: where the leaf begins in the vector.
           begins: where its pieces begin in the vector.
+
+        Returns:
+          The vector; and the columns of the pieces' squares.
         """
 
         def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -232,9 +234,11 @@ class Layout:
             here = begins.start + i * PIECE
             piece = lax.dynamic_slice(part, (here - offset,), (PIECE,))
             vector = self._add_window(vector, piece, here, keep, limit)
-            return vector, _mark(columns, lax.dynamic_slice(vector, (here,), (PIECE,)), here, threshold)
+            squares = _mark(lax.dynamic_slice(vector, (here,), (PIECE,)), threshold)
+            return vector, lax.dynamic_update_slice(columns, squares, (i * (PIECE // bitmap.SQUARE), 0))
 
-        return lax.fori_loop(0, len(begins), add, carry)
+        columns = jnp.zeros((len(begins) * (PIECE // bitmap.SQUARE), bitmap.WORD), jnp.uint32)
+        return lax.fori_loop(0, len(begins), add, (vector, varying_as(columns, vector)))
 
     def add_sparse(self, leaves: Sequence[jax.Array], x: SparseVector) -> list[jax.Array]:
         """Adds each element of a sparse vector to the leaf that holds its index.
@@ -269,10 +273,9 @@ class Layout:
         ]
 
 
-def _mark(columns: jax.Array, part: jax.Array, begin: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Packs which elements of a part reach a threshold. The part begins at a square."""
-    squares = bitmap.pack_squares(reaches(part, threshold).reshape(-1, bitmap.WORD, bitmap.WORD))
-    return lax.dynamic_update_slice(columns, squares, (begin // bitmap.SQUARE, 0))
+def _mark(part: jax.Array, threshold: jax.Array) -> jax.Array:
+    """The columns of the squares of a part: which elements reach a threshold."""
+    return bitmap.pack_squares(reaches(part, threshold).reshape(-1, bitmap.WORD, bitmap.WORD))
 
 
 def zero_of(true: jax.Array) -> jax.Array:

@@ -13,6 +13,9 @@ all hosts at once:
 - communication: the time of the synchronisation without its computation. It includes waiting for
   the cores that the hosts share.
 
+Selection and rest are also told in passes over the gradient. A pass is what a dense sum computes,
+and is measured anew right after each form.
+
 The floor is the busiest host's bytes over the link's rate: no synchronisation of these bytes can
 be faster.
 
@@ -140,6 +143,8 @@ def combine(reports: Reports) -> list[Result]:
             result["selection_ms"] = selection
             result["rest_ms"] = max(computing - selection, 0.0)
             result["communication_ms"] = max(result["median_ms"] - computing, 0.0)
+            result["pass_ms"] = statistics.median(slowest(told, "pass_ms"))
+            result["passes"] = computing / result["pass_ms"]
         results.append(result)
     return results
 
@@ -155,24 +160,27 @@ def show(figures: dict[str, Any]) -> None:
     for rate in figures["rates"]:
         table = rich.table.Table(
             "form",
-            *numbers("ms", "min to max", "over dense", *PARTS, "floor", "MB", "stated", "memory"),
+            *numbers("ms", "min to max", "over dense", *PARTS, "passes", "floor", "MB", "stated", "memory"),
             title=f"{hosts(figures)} at {rate}, n = {figures['size']:,}, k = {figures['k']:,}; jax "
             f"{figures['jax']}" + (f", torch {figures['torch']}" if figures["torch"] else ""),
-            caption="ms: median time of a synchronisation and of its parts. over dense: times as fast as dense. floor: "
-            "ms that the bytes alone take. MB: sent by a host as its interface counts them, and as jsparse states "
-            "them. memory: temporary memory over the gradient's own.",
+            caption="ms: median time of a synchronisation and of its parts. over dense: times as fast as dense. "
+            "passes: selection and rest, over the time of one pass over the gradient. floor: ms that the bytes alone "
+            "take. MB: sent by a host as its interface counts them, and as jsparse states them. memory: temporary "
+            "memory over the gradient's own.",
         )
         for result in sorted(
             (result for result in figures["forms"] if result["rate"] == rate), key=lambda result: result["median_ms"]
         ):
             stated, memory = result.get("stated_bytes"), result["memory"]
             parts = [result.get(f"{part}_ms") for part in PARTS]
+            passes = result.get("passes")
             table.add_row(
                 result["name"],
                 f"{result['median_ms']:,.1f}",
                 f"{result['min_ms']:,.0f} to {result['max_ms']:,.0f}",
                 f"{result['times_faster_than_dense']:.2f} x",
                 *("" if part is None else f"{part:,.1f}" for part in parts),
+                "" if passes is None else f"{passes:.1f}",
                 f"{result['floor_ms']:,.1f}",
                 f"{result['bytes'] / 1e6:.3f}",
                 "" if stated is None else f"{stated / 1e6:.3f}",

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,18 @@ class Worker:
         self._vectors = self._placed(self._own)
         self._meter = Meter(agreement(self._mesh, AXES))
         self._compiler = Compiler(rank, job.hosts)
+        (dense,) = (form for form in FORMS if form.name == "dense")
+        # What a form computes is compared with one pass over the gradient at about the same time.
+        self._pass = self._parts(dense, self._made(dense), self._vectors)["computing"]
+        self._compile([self._pass])
+
+    def _made(self, form: Form) -> SparseAllReduce:
+        return form.make(*(AXES if form.levels else (AXES,)), density=self._job.density)
+
+    def _compile(self, programs: "Sequence[Whole | Selecting]") -> None:
+        compiled = self._compiler.compile([program.lowered for program in programs])
+        for program, run in zip(programs, compiled, strict=True):
+            program.run = run
 
     def _placed(self, own: list[Any]) -> list[Any]:
         along = NamedSharding(self._mesh, PartitionSpec(AXES))
@@ -76,13 +88,10 @@ class Worker:
         """Measures one form at every rate, and reports the figures."""
         job = self._job
         grads = self._placed([list(map(in_leaves, own)) for own in self._own]) if form.leaves else self._vectors
-        tx = form.make(*(AXES if form.levels else (AXES,)), density=job.density)
+        tx = self._made(form)
         whole = Whole(tx, self._mesh, grads, dense_update=form.dense_update)
         parts = self._parts(form, tx, grads)
-        programs = [whole, *parts.values()]
-        compiled = self._compiler.compile([program.lowered for program in programs])
-        for program, run in zip(programs, compiled, strict=True):
-            program.run = run
+        self._compile([whole, *parts.values()])
         for rate in job.rates:
             ask_for_rate(rate)
             figures = self._meter.measure(whole, job.repeats)
@@ -90,7 +99,7 @@ class Worker:
             if job.devices == 1:  # Otherwise part of it does not leave the host.
                 figures |= {"least_bytes": whole.sends.least.bytes, "most_bytes": whole.sends.bytes}
                 figures["stated_bytes"] = 4 * float(np.mean([int(words) for words in timed]))
-            for name, program in parts.items():
+            for name, program in {**parts, "pass": self._pass}.items():
                 figures[f"{name}_ms"] = self._meter.measure(program, job.repeats)["ms"]
             tell(
                 name=form.name,
