@@ -171,7 +171,7 @@ def test_files_have_names_of_their_own():
 
 
 SPREAD = {"median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0}
-PARTS = {"selection_ms": 0.5, "rest_ms": 0.5, "communication_ms": 1.0, "floor_ms": 0.5, "bytes": 8.0}
+PARTS = {"selection_ms": 0.5, "rest_ms": 0.5, "communication_ms": 1.0, "floor_ms": 0.5, "bytes": 8.0, "memory": 0.25}
 
 
 def let_commands_print(printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

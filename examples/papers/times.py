@@ -90,7 +90,8 @@ class Synchronised(Figure):
         options = [f"--{name}={setting[name]}" for name in ("hosts", "size", "density", "rate", "devices", "repeats")]
         options += [f"--form={form}" for form in setting["forms"].split(";")]
         found = json.loads(command("bench", "network", *options, "--json=-"))
-        names = ("median_ms", "min_ms", "max_ms", "selection_ms", "rest_ms", "communication_ms", "floor_ms", "bytes")
+        spread, parts = ("median_ms", "min_ms", "max_ms"), ("selection_ms", "rest_ms", "communication_ms", "floor_ms")
+        names = (*spread, *parts, "bytes", "memory")
         return {
             "alpha": link["alpha"],
             "beta": link["beta"],
@@ -101,7 +102,7 @@ class Synchronised(Figure):
         rows = []
         for line in lines:
             for form, times in line["times"].items():
-                told = predicted(form, line)
+                told, memory = predicted(form, line), times.get("memory")
                 parts = (times["median_ms"], times["selection_ms"], times["rest_ms"], times["communication_ms"])
                 rows.append(
                     (
@@ -112,6 +113,7 @@ class Synchronised(Figure):
                         *("" if part is None else f"{part:,.1f}" for part in parts),
                         f"{times['floor_ms']:,.1f}",
                         "" if told is None else f"{told:,.1f}",
+                        "" if memory is None else f"{memory:.2f}",
                     )
                 )
         columns = (
@@ -126,8 +128,12 @@ class Synchronised(Figure):
             "communication",
             "floor",
             "model",
+            "memory",
         )
-        caption = "model: ms of communication by jsparse.cost, expected, with the α and β of a ping-pong of two hosts."
+        caption = (
+            "model: ms of communication by jsparse.cost, expected, with the α and β of a ping-pong of two hosts. "
+            "memory: temporary memory of a step over the gradient's own."
+        )
         return shown("synchronisations over shaped links", caption, columns, rows)
 
     def panels(self, lines: Sequence[Line]) -> list[Any]:
