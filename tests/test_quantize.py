@@ -393,6 +393,9 @@ def test_coded_vectors(monkeypatch, quantizer, shape: tuple[int, int], on_cpu: b
     values, vector = (rng.standard_t(3, x).astype(np.float32) for x in ((rows, length), size + 9))
     own = np.arange(length, dtype=np.float32)
     code_as(monkeypatch, on_cpu)
+    equal = np.testing.assert_array_equal
+    if isinstance(quantizer, Rotated):  # Some CPUs round a product of matrices by its number of rows.
+        equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
     @jax.jit
     def code(rank, begin, factor):
@@ -409,9 +412,9 @@ def test_coded_vectors(monkeypatch, quantizer, shape: tuple[int, int], on_cpu: b
         own_instead[1] = own
         for rows, whole, rest in zip((np.asarray(decoded), own_instead), wholes, rests, strict=True):
             want = rows.reshape(-1)[:size] * np.float32(factor)
-            np.testing.assert_array_equal(whole, want)
+            equal(whole, want)
             np.testing.assert_array_equal(rest[:9], vector[:9])
-            np.testing.assert_array_equal(rest[9:], vector[9:] - want)
+            equal(rest[9:], vector[9:] - want)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
