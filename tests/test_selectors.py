@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from statistics import NormalDist
 
 import jax
@@ -227,6 +228,18 @@ def test_a_vector_is_marked_while_it_is_added_up(shapes, keep: bool, monkeypatch
     np.testing.assert_array_equal(words, bitmap.pack(reaches(want, 1.7)))
     sampled = sample_places(np.arange(257, dtype=np.uint32), places.n, 257)
     np.testing.assert_array_equal(pending.sample(257), want[sampled])
+
+
+def test_a_bitmap_is_turned_from_arrays_in_memory(monkeypatch):
+    """XLA would look, for each bit, whether a write that it had not made yet covers it."""
+    monkeypatch.setattr(layout, "PIECE", 2048)
+    leaves = [jnp.zeros(9000), jnp.zeros(7001)]
+    places = Layout.of(leaves)
+    pending = Pending(jnp.zeros(places.n), leaves, jnp.bool_(True), places, limit=3.0)
+    text = jax.jit(Pending.add_up_and_mark).lower(pending, jnp.float32(1.7)).compile().as_text()
+    written = set(re.findall(r"%([\w.-]+) = \S+ dynamic-update-slice\(", text))
+    assert written
+    assert not written & set(re.findall(r" broadcast\(%([\w.-]+)\)", text))
 
 
 def sums(kind: str, n: int) -> np.ndarray:
