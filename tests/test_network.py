@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jsparse import cli
 from jsparse.bench import hosts
+from jsparse.bench.compiler import Compiler
 from jsparse.bench.hosts import MALLOC, Network, bits_per_second, run_everywhere, share_of
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -260,3 +264,26 @@ def test_rates():
     assert bits_per_second("100mbit") == 1e8
     assert bits_per_second("10Kbit") == 1e4
     assert bits_per_second("7bit") == 7
+
+
+def test_each_program_is_compiled_on_one_host(tmp_path, monkeypatch):
+    """And a second command, which asks in another order, is given the right ones."""
+    monkeypatch.setenv(hosts.FOLDER, str(tmp_path))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    mesh = jax.sharding.Mesh(jax.devices(), "hosts")
+    x = jax.device_put(jnp.full(8, 5.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("hosts")))
+    programs = [jax.jit(fn).lower(x) for fn in (lambda x: x + 1, lambda x: 2 * x, lambda x: x - 1)]
+    compile_here, compiled_on = Compiler._compile, []
+
+    def compile_counted(self, *given):
+        compiled_on.append(self._rank)
+        return compile_here(self, *given)
+
+    monkeypatch.setattr(Compiler, "_compile", compile_counted)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        asked = [programs[i] for i in order]
+        with ThreadPoolExecutor(2) as pool:
+            compiled = pool.map(Compiler.compile, (Compiler(rank, 2) for rank in range(2)), [asked] * 2)
+            values = [[float(run(x)[0]) for run in of] for of in compiled]
+        assert values == [[(6, 10, 4)[i] for i in order]] * 2
+        assert sorted(compiled_on) == [0, 0, 1]

@@ -89,7 +89,7 @@ def network(monkeypatch: pytest.MonkeyPatch):
         def measure(mesh, axis, payloads, repeats, sharing):
             return iter(samples(link.alpha, link.beta))
 
-        def times(mesh, candidate, acc, repeats):
+        def times(mesh, candidate, acc, repeats, compiler):
             n, k = acc.shape[0] // mesh.size, round(0.01 * acc.shape[0] / mesh.size)
             name = "gtopk_tree" if candidate.options.get("topology") else candidate.preset
             node = cost.Node(mesh.shape.get(tune.INSIDE, 1), link.alpha, link.beta)
@@ -142,7 +142,7 @@ def test_wires_are_measured_with_all_that_are_nearly_the_fastest(tmp_path, monke
     """One that is a little slower by itself may be the fastest with a wire."""
     plain = {"dense": 99.0, "oktopk": 10.0, "gtopk": 12.0, "topk_allgather": 13.0}
 
-    def times(mesh, candidate, acc, repeats):
+    def times(mesh, candidate, acc, repeats, compiler):
         name, *rest = candidate.name.split(", ")
         factor = {"gtopk": 0.5, "oktopk": 0.9}.get(name, 1.0) if "compact bf16" in rest else 1.0
         return [plain.get(name, 50.0) * factor * (0.95 if "sampled" in rest else 1.0)]

@@ -1,9 +1,10 @@
-"""Compiles the programs that all hosts of a benchmark run: each program once, on one of the hosts.
+"""Compiles the programs that all hosts of one machine run: each program once, on one of the hosts.
 
 The hosts share the cores of this machine. If each compiled everything for itself, most of a
-benchmark's time would go into that.
+measurement's time would go into that.
 """
 
+import hashlib
 import os
 import pathlib
 import tempfile
@@ -13,12 +14,15 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import serialize_executable
 
-# The environment variable that names a folder which all hosts see, and which is empty at first.
-FOLDER = "JSPARSE_COMPILED"
+from .hosts import FOLDER
 
 
 class Compiler:
     """Compiles for all hosts. Every host must ask for the same programs in the same order.
+
+    The programs are those that run on all devices of all hosts.
+
+    Elsewhere than on hosts of one machine (``jsparse network``) each process compiles for itself.
 
     Args:
       rank: this host's number.
@@ -26,22 +30,25 @@ class Compiler:
     """
 
     def __init__(self, rank: int, hosts: int):
-        # A program that was read from JAX's own cache lacks parts when another host loads it.
-        jax.config.update("jax_enable_compilation_cache", False)
-        self._folder = pathlib.Path(os.environ[FOLDER])
+        self._folder = pathlib.Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+        if self._folder:
+            # A program that was read from JAX's own cache lacks parts when another host loads it.
+            jax.config.update("jax_enable_compilation_cache", False)
         self._rank, self._hosts = rank, hosts
-        self._done = 0
+        self._asked = 0
 
     def compile(self, programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-        """Compiles lowered programs: the first on host 0, the second on host 1, and so on."""
-        paths = [self._folder / str(self._done + i) for i in range(len(programs))]
-        self._done += len(programs)
-        mine = [i % self._hosts == self._rank for i in range(len(programs))]
+        """Compiles lowered programs: one on this host, the next on the next host, and so on."""
+        if not self._folder:
+            return [program.compile() for program in programs]
+        paths = [self._folder / _digest(program) for program in programs]
+        mine = [(self._asked + i) % self._hosts == self._rank for i in range(len(programs))]
+        self._asked += len(programs)
         compiled = [
-            self._compile(program, path) if own else None
+            self._compile(program, path) if own and not path.exists() else None
             for program, path, own in zip(programs, paths, mine, strict=True)
         ]
-        return [own or self._load(program, path) for program, path, own in zip(programs, paths, compiled, strict=True)]
+        return [own or _load(program, path) for program, path, own in zip(programs, paths, compiled, strict=True)]
 
     def _compile(self, program: jax.stages.Lowered, path: pathlib.Path) -> jax.stages.Compiled:
         compiled = program.compile()
@@ -50,9 +57,16 @@ class Compiler:
         os.rename(file.name, path)  # No host sees half a file under this name.
         return compiled
 
-    def _load(self, program: jax.stages.Lowered, path: pathlib.Path) -> jax.stages.Compiled:
-        # A collective would not wait as long as a compilation may take. Where the other host
-        # fails, this one is ended, too.
-        while not path.exists():
-            time.sleep(0.02)
-        return serialize_executable.deserialize_and_load(path.read_bytes(), program.in_tree, program.out_tree)
+
+def _load(program: jax.stages.Lowered, path: pathlib.Path) -> jax.stages.Compiled:
+    # A collective would not wait as long as a compilation may take. Where the other host fails,
+    # this one is ended, too.
+    while not path.exists():
+        time.sleep(0.02)
+    return serialize_executable.deserialize_and_load(path.read_bytes(), program.in_tree, program.out_tree)
+
+
+def _digest(program: jax.stages.Lowered) -> str:
+    """A name for what a program compiles to: of its text, JAX's version, and XLA's options."""
+    parts = program.as_text(), jax.__version__, os.environ.get("XLA_FLAGS", "")
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

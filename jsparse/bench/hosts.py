@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 Process = subprocess.Popen[str]
 INTERFACE = "eth0"
 JAX_PORT, TORCH_PORT = 12321, 12322
+# The environment variable that names a folder in which hosts leave programs that they compiled.
+FOLDER = "JSPARSE_COMPILED"
 # glibc takes memory in huge pages and keeps freed memory, because every step takes as much again.
 MALLOC = ":".join(f"glibc.malloc.{x}" for x in ("hugetlb=1", "mmap_max=0", "trim_threshold=1099511627776"))
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
@@ -111,6 +114,7 @@ class Network:
         self.hosts, self._rate, self._latency = hosts, rate, latency
         self._holders: list[Process] = []
         self._started: list[Process] = []
+        self._compiled = tempfile.TemporaryDirectory(prefix="jsparse-")
 
     def __enter__(self) -> "Network":
         try:
@@ -134,6 +138,7 @@ class Network:
             with contextlib.suppress(OSError), process:
                 pass
         self._holders, self._started = [], []
+        self._compiled.cleanup()
 
     def address(self, rank: int) -> str:
         """A host's IP address."""
@@ -146,14 +151,15 @@ class Network:
     def environment(self, rank: int) -> dict[str, str]:
         """The environment variables that tell a program its rank, the size, and host 0's address.
 
-        They are those of JAX and of PyTorch. Where ``GLIBC_TUNABLES`` is not set, :data:`MALLOC`
-        is added.
+        They are those of JAX and of PyTorch, and :data:`FOLDER`. Where ``GLIBC_TUNABLES`` is not
+        set, :data:`MALLOC` is added.
         """
         first = self.address(0)
         return {
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", MALLOC),
             "JSPARSE_RANK": str(rank),
             "JSPARSE_SIZE": str(self.hosts),
+            FOLDER: self._compiled.name,
             "JAX_COORDINATOR_ADDRESS": f"{first}:{JAX_PORT}",
             "JAX_NUM_PROCESSES": str(self.hosts),
             "JAX_PROCESS_ID": str(rank),

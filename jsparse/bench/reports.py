@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .command import progress_bar
-from .compiler import FOLDER
 from .hosts import Network
 from .job import Job
 
@@ -122,8 +121,7 @@ def run_workers(runs: Sequence[tuple[str, Job]], keep: Callable[[Reports], None]
 
         for module, part in runs:
             command = [sys.executable, "-m", module, part.written()]
-            with tempfile.TemporaryDirectory() as folder:
-                ended = network.run(command, hear, stdin=subprocess.PIPE, stderr=errors, env={FOLDER: folder})
+            ended = network.run(command, hear, stdin=subprocess.PIPE, stderr=errors)
             if any(ended):
                 errors.seek(0)
                 lines = errors.read().splitlines()[-30:]

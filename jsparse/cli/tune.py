@@ -10,6 +10,7 @@ The command works in four steps:
    several lengths), selection, and, if a model is named, the model's step.
 2. From these it predicts the cost of all algorithms that ``jsparse plan`` has.
 3. It measures whole synchronisations with the most promising sparse algorithms and the dense ones.
+   Where ``jsparse network`` made the hosts, each program is compiled on one of them.
 4. It measures the fastest sparse algorithm, and those that take up to a quarter longer, also with
    compact wires, and the fastest of these with a sampled threshold.
 """
@@ -43,6 +44,7 @@ from ..bench.command import (
     progress_bar,
     whole_number,
 )
+from ..bench.compiler import Compiler
 from ..bench.timing import timed
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
@@ -304,10 +306,11 @@ def measure_candidates(
     first = [*dense, *sparse[: args.candidates]]
     total, results = len(first) + len(WIRES) + 1, []
     acc = gradients(mesh, predicted["parameters"])
+    compiler = Compiler(jax.process_index(), jax.process_count())
 
     def measured(candidate: Candidate) -> dict[str, Any]:
         tell(candidate.name, 0.35 + 0.65 * len(results) / total)
-        times = synchronisation_times(mesh, candidate, acc, args.repeats)
+        times = synchronisation_times(mesh, candidate, acc, args.repeats, compiler)
         median = statistics.median(times)
         result = {
             "name": candidate.name,
@@ -336,23 +339,21 @@ def measure_candidates(
     return sorted(results, key=lambda result: result["step_ms"])
 
 
-def synchronisation_times(mesh: Mesh, candidate: Candidate, acc: jax.Array, repeats: int) -> list[float]:
+def synchronisation_times(
+    mesh: Mesh, candidate: Candidate, acc: jax.Array, repeats: int, compiler: Compiler
+) -> list[float]:
     """Milliseconds of whole synchronisations: selection, communication and a dense update."""
     axes: Any = mesh.axis_names if len(mesh.axis_names) > 1 else BETWEEN
     tx: Any = build(candidate.content(), axes)
     n = acc.shape[0] // mesh.size
     state = init(tx, np.zeros(n, np.float32), mesh, axes)
     specs = state_specs(state, axes)
-    step = jax.jit(
-        jax.shard_map(tx.update, mesh=mesh, in_specs=(PartitionSpec(axes), specs), out_specs=(PartitionSpec(), specs)),
-        donate_argnums=1,
-    )
+    run = jax.shard_map(tx.update, mesh=mesh, in_specs=(PartitionSpec(axes), specs), out_specs=(PartitionSpec(), specs))
+    (step,) = compiler.compile([jax.jit(run, donate_argnums=1).lower(acc, state)])
     times = []
-    # Two steps do not count: the first one compiles, and so may the second, whose state is that
-    # of a step.
-    for number in range(repeats + 2):
+    for number in range(repeats + 1):
         ms, (_, state) = timed(step, acc, state)
         slowest = agreed(ms)
-        if number > 1:
+        if number:  # The first step connects workers.
             times.append(slowest)
     return times
