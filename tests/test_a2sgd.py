@@ -139,6 +139,26 @@ def test_types():
         assert traffic.parts[0].payload == "float64[2]"
 
 
+@pytest.mark.parametrize("n", [255, 1000, 262_144, 300_007])
+def test_gradients_of_any_length(n: int):
+    """All elements count in the means, those that are left when the rest is folded too."""
+    rng = np.random.default_rng(n)
+    gradient = np.abs(rng.standard_normal(n)).astype(np.float32) + np.float32(1)
+    gradient[-n // 3 :] *= 3
+    gradient[rng.random(n) < 0.3] *= -1
+    tx = jsparse.a2sgd(AXIS)
+
+    def each(rank):
+        x = jnp.where(rank == 0, 1, 2) * jnp.asarray(gradient)
+        return tx.update(x, tx.init(x))[0]
+
+    got = np.asarray(jax.jit(jax.vmap(each, axis_name=AXIS))(jnp.arange(2)))[0]
+    for sign in (1, -1):
+        own = sign * gradient[sign * gradient > 0].astype(np.float64)
+        moved = (sign * (got - gradient))[sign * gradient > own.mean() * 1.001]
+        np.testing.assert_allclose(moved.mean(dtype=np.float64), own.mean() / 2, rtol=1e-5)
+
+
 @pytest.mark.full
 def test_long_gradients():
     """VGG-16's: means in float32 to seven digits, no array as long beside the gradient, counts
