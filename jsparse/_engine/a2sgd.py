@@ -148,7 +148,8 @@ def _reduced(values: jax.Array) -> list[jax.Array]:
       values: shape ``(m,)``.
 
     Returns:
-      Vectors of one length: m / 256, and at most 1/16 of m more, or 255.
+      Vectors of one length: m / 256, and the elements that are left when the others are folded.
+      These are at most 255, or a sixteenth of m.
     """
     length = values.shape[0] // (STEPS * PARTS)
     length -= length % ALIGN if length > 16 * ALIGN else 0

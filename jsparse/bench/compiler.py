@@ -38,7 +38,7 @@ class Compiler:
         self._asked = 0
 
     def compile(self, programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-        """Compiles lowered programs: one on this host, the next on the next host, and so on."""
+        """Compiles lowered programs, each on one host. The hosts take turns."""
         if not self._folder:
             return [program.compile() for program in programs]
         paths = [self._folder / _digest(program) for program in programs]
