@@ -1,6 +1,7 @@
 """What A2SGD has beside the contracts of the table; and training with replicas that differ."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,17 @@ def test_gradients_of_any_length(n: int):
         own = sign * gradient[sign * gradient > 0].astype(np.float64)
         moved = (sign * (got - gradient))[sign * gradient > own.mean() * 1.001]
         np.testing.assert_allclose(moved.mean(dtype=np.float64), own.mean() / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [300_007, 4_000_000])
+def test_long_gradients_are_folded_into_even_parts(n: int):
+    """XLA:CPU sums parts of an odd length one element at a time."""
+    tx = jsparse.a2sgd(AXIS)
+    step = jax.make_jaxpr(lambda x: tx.update(x, tx.init(x)), axis_env=[(AXIS, 2)])
+    text = str(step(jax.ShapeDtypeStruct((n,), jnp.float32)))
+    parts = {int(length) for length in re.findall(r"f32\[16,(\d+)\]", text)}
+    assert parts
+    assert all(length % 64 == 0 and 0.9 * n < 256 * length <= n for length in parts)
 
 
 @pytest.mark.full
