@@ -192,6 +192,16 @@ def in_buckets(values: jax.Array, bucket: int | None) -> jax.Array:
     return jnp.pad(values, (0, -values.shape[0] % bucket)).reshape(-1, bucket)
 
 
+def in_stretches(rows: jax.Array) -> jax.Array:
+    """Cuts rows into stretches: shape ``(rows, stretches, STRETCH)``, or one stretch a row.
+
+    Packed digits come in such stretches. XLA:CPU works on many elements at a time where it makes
+    an array of the same last axis as those that it reads.
+    """
+    length = rows.shape[1]
+    return rows.reshape(rows.shape[0], length // STRETCH, STRETCH) if length % STRETCH == 0 else rows[:, None]
+
+
 def bucket_length(m: int, bucket: int | None) -> int:
     """The length of a bucket: ``bucket``, or if that is None, all ``m`` values; at least 1."""
     return max(m, 1) if bucket is None else bucket
@@ -241,7 +251,8 @@ class Scaled(Quantizer):
             scales = self._scales(rows, size) if common is None else common
             # XLA:CPU draws one number at a time where it packs digits in the same loop.
             draws = _apart(uniform(key, size, begin).astype(dtype), begin)
-            digits = self._digits(rows, scales[:, None], in_buckets(draws, self.bucket)).reshape(-1)[:size]
+            rows, draws = in_stretches(rows), in_stretches(in_buckets(draws, self.bucket))
+            digits = self._digits(rows, scales[:, None, None], draws).reshape(-1)[:size]
             return pack_digits(digits, self._base), Exact().encode(scales if common is None else scales[:0], key)
 
         rest = [*coded(count * piece, m - count * piece), *([] if common is None else [Exact().encode(common, key)])]
@@ -288,11 +299,11 @@ class Scaled(Quantizer):
     def _decode_in_turn(
         self, vector: jax.Array, begin: jax.Array, message: jax.Array, m: int, size: int, combine: Combine
     ) -> jax.Array:
-        whole, read, rest = self._reader(message, m, vector.dtype)
+        whole, read, rest = self._reader(message, m, vector.dtype, begin)
         piece = self._pieces(m)[1]
 
         def add(vector: jax.Array, first: int | jax.Array, values: jax.Array) -> jax.Array:
-            return _combined(vector, begin, _apart(values, begin + first), first, combine)
+            return _combined(vector, begin, values, first, combine)
 
         count, left = divmod(min(size, whole), piece) if whole else (0, 0)
         # First what is not a whole piece. After the loop, whatever reads the vector would look at
@@ -306,13 +317,16 @@ class Scaled(Quantizer):
         return lax.fori_loop(0, count, lambda i, vector: add(vector, i * piece, read(i * piece, piece)), vector)
 
     def _decode_at_once(self, message: jax.Array, m: int, dtype: DTypeLike) -> jax.Array:
-        whole, read, rest = self._reader(message, m, dtype)
+        whole, read, rest = self._reader(message, m, dtype, 0)
         return jnp.concatenate([read(0, whole), rest()] if whole else [rest()])
 
     def _reader(
-        self, message: jax.Array, m: int, dtype: DTypeLike
+        self, message: jax.Array, m: int, dtype: DTypeLike, begin: int | jax.Array
     ) -> tuple[int, Callable[[int | jax.Array, int], jax.Array], Callable[[], jax.Array]]:
         """How a message is read.
+
+        ``begin`` is where its values go. If that is not constant, they are stored before they are
+        used.
 
         Returns:
           How many of its values are in whole pieces; a function that decodes one of these pieces
@@ -326,16 +340,16 @@ class Scaled(Quantizer):
         digits, *others = jnp.split(message[: self.words(m, dtype)], list(itertools.accumulate(lengths)))
         scales, last_digits, last_scales = others[0].view(dtype), others[1], others[2].view(dtype)
 
-        def values(words: jax.Array, scales: jax.Array, size: int) -> jax.Array:
-            rows = in_buckets(unpack_digits(words, size, self._base), self.bucket)
-            return self._values(scales[:, None], rows, m).reshape(-1)[:size]
+        def values(words: jax.Array, scales: jax.Array, size: int, place: int | jax.Array) -> jax.Array:
+            rows = in_stretches(in_buckets(unpack_digits(words, size, self._base), self.bucket))
+            return _apart(self._values(scales[:, None, None], rows, m), place).reshape(-1)[:size]
 
         def read(first: int | jax.Array, size: int) -> jax.Array:
             words, own = (_stretch(x, first, size, whole) for x in (digits, scales))
-            return values(words, last_scales if self.bucket is None else own, size)
+            return values(words, last_scales if self.bucket is None else own, size, begin + first)
 
         def rest() -> jax.Array:
-            return values(last_digits, last_scales, m - whole)
+            return values(last_digits, last_scales, m - whole, begin)
 
         return whole, read, rest
 
@@ -378,8 +392,8 @@ class Scaled(Quantizer):
         """The values of digits, in the type of ``scales``.
 
         Args:
-          scales: shape ``(buckets, 1)``.
-          digits: int32, shape ``(buckets, bucket)``.
+          scales: shape ``(buckets, 1, 1)``.
+          digits: int32, shape ``(buckets, stretches, stretch)``.
           m: the number of values of the message.
         """
         raise NotImplementedError
