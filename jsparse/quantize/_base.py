@@ -251,8 +251,7 @@ class Scaled(Quantizer):
             scales = self._scales(rows, size) if common is None else common
             # XLA:CPU draws one number at a time where it packs digits in the same loop.
             draws = _apart(uniform(key, size, begin).astype(dtype), begin)
-            rows, draws = in_stretches(rows), in_stretches(in_buckets(draws, self.bucket))
-            digits = self._digits(rows, scales[:, None, None], draws).reshape(-1)[:size]
+            digits = self._digits(rows, scales[:, None], in_buckets(draws, self.bucket)).reshape(-1)[:size]
             return pack_digits(digits, self._base), Exact().encode(scales if common is None else scales[:0], key)
 
         rest = [*coded(count * piece, m - count * piece), *([] if common is None else [Exact().encode(common, key)])]
