@@ -122,12 +122,21 @@ def test_long_messages(rank: int, mesh: Mesh, step: jsparse.TrainStep):
         "ppermute": (lambda x: comm.ppermute(x, list(enumerate(partners))), every[partners]),
     }
     x = jax.make_array_from_callback(every.shape, NamedSharding(mesh, along), every.__getitem__)
-    with mock.patch.object(gloo, "LONG", 16):
+    with mock.patch.multiple(gloo, LONG=16, LONG_GATHERED=16):
         for name, (call, expected) in calls.items():
             local = jax.shard_map(lambda x, call=call: call(x[0])[None], mesh=mesh, in_specs=along, out_specs=along)
             assert "psum" in {part.name for part in jsparse.traffic(local, x).collectives} or name == "psum_scatter"
             for shard in jax.jit(local)(x).addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[shard.index], err_msg=name)
+        two, along = Mesh(mesh.devices.reshape(2, 2), ("others", "pair")), PartitionSpec(("others", "pair"))
+        pair = jsparse.AxisComm("pair")
+        rows = jax.make_array_from_callback(every.shape, NamedSharding(two, along), every.__getitem__)
+        local = jax.shard_map(
+            lambda x: pair.all_gather(x[0]), mesh=two, in_specs=along, out_specs=PartitionSpec("others")
+        )
+        assert "psum" in {part.name for part in jsparse.traffic(local, rows).collectives}
+        for shard in jax.jit(local)(rows).addressable_shards:
+            np.testing.assert_array_equal(shard.data, every[shard.index])
 
 
 def test_figures_of_a_long_gradient(rank: int, mesh: Mesh, step: jsparse.TrainStep):

@@ -21,7 +21,7 @@ def both(call: Callable, x: jax.Array, mesh: Mesh, axis, check_vma: bool) -> lis
     comm, along = jsparse.AxisComm(axis), PartitionSpec(mesh.axis_names)
     found = []
     for over_gloo in (False, True):
-        with mock.patch.multiple(gloo, in_use=lambda over=over_gloo: over, LONG=16):
+        with mock.patch.multiple(gloo, in_use=lambda over=over_gloo: over, LONG=16, LONG_GATHERED=16):
 
             def local(x):
                 return comm.varying(call(comm, x[0]))[None]
@@ -63,6 +63,31 @@ def test_rows_are_exchanged(size: int):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_have_every_row(size: int):
+    """All types, and infinities, NaNs and negative zeros too."""
+    mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
+    for dtype in DTYPES:
+        for shape in ((1,), (20, 2)):
+            x = workers(size, *shape, dtype=dtype)
+            if jnp.issubdtype(dtype, jnp.floating) and size > 1:
+                x = x.at[:2, :1].set(jnp.array([[jnp.nan], [-0.0]], dtype).reshape(2, 1, *[1] * (x.ndim - 2)))
+            for check_vma in (True, False):
+                theirs, ours = both(lambda comm, x: comm.all_gather(x), x, mesh, "workers", check_vma)
+                assert ours.dtype == theirs.dtype == dtype
+                assert ours.tobytes() == theirs.tobytes()
+
+
+def test_what_two_workers_gather_is_typed_as_alike():
+    mesh, along = Mesh(np.array(jax.devices()[:2]), ("workers",)), PartitionSpec("workers")
+    comm = jsparse.AxisComm("workers")
+    with mock.patch.multiple(gloo, in_use=lambda: True, LONG=16, LONG_GATHERED=16):
+        gather = jax.shard_map(lambda x: comm.all_gather(x[0]), mesh=mesh, in_specs=along, out_specs=PartitionSpec())
+        x = workers(2, 40)
+        np.testing.assert_array_equal(jax.jit(gather)(x), x)
+        assert "all_gather" not in {one.name for one in jsparse.traffic(gather, x).collectives}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_rows_are_summed(size: int):
     mesh = Mesh(np.array(jax.devices()[:size]), ("workers",))
@@ -80,7 +105,11 @@ def test_workers_are_part_of_a_mesh(axis, shape: tuple[int, int]):
     mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("nodes", "gpus"))
     size = mesh.size if isinstance(axis, tuple) else mesh.shape[axis]
     x = workers(mesh.size, size, 40, dtype=jnp.int32)
-    for call in (lambda comm, x: comm.all_to_all(x), lambda comm, x: comm.psum_scatter(x)):
+    for name in ("all_to_all", "psum_scatter", "all_gather"):
+
+        def call(comm, x, name=name):
+            return getattr(comm, name)(x)
+
         theirs, ours = both(call, x, mesh, axis, True)
         np.testing.assert_array_equal(ours, theirs)
     # Who sends is seen in what arrives.
@@ -91,7 +120,7 @@ def test_workers_are_part_of_a_mesh(axis, shape: tuple[int, int]):
         np.testing.assert_array_equal(arrived, 0)
 
 
-@pytest.mark.parametrize("name", ["ppermute", "all_to_all", "psum_scatter"])
+@pytest.mark.parametrize("name", ["ppermute", "all_to_all", "psum_scatter", "all_gather"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_derivatives(name: str, size: int):
     """Those of XLA's own collectives, forward and in reverse."""
@@ -101,7 +130,8 @@ def test_derivatives(name: str, size: int):
 
     def call(comm, x):
         y = comm.ppermute(x, other) if name == "ppermute" else getattr(comm, name)(x)
-        return jnp.sum(jnp.sin(y) * weights[comm.rank()].reshape(-1)[: y.size].reshape(y.shape))
+        own = weights[comm.rank()].reshape(-1)[: y.size].reshape(y.shape[-2:])
+        return jnp.sum(jnp.sin(y) * jnp.broadcast_to(own, y.shape))
 
     for derivative in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1]):
 
@@ -121,19 +151,22 @@ def test_what_jax_refuses_is_refused():
         (comm.all_to_all, "3"),
         (comm.psum_scatter, "3"),
     ):
-        with mock.patch.multiple(gloo, in_use=lambda: True, LONG=16), pytest.raises(ValueError, match=message):
+        with (
+            mock.patch.multiple(gloo, in_use=lambda: True, LONG=16, LONG_GATHERED=16),
+            pytest.raises(ValueError, match=message),
+        ):
             jax.jit(jax.shard_map(call, mesh=mesh, in_specs=along, out_specs=along)).lower(jnp.ones((6, 40)))
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "psum_scatter"])
+@pytest.mark.parametrize("name", ["all_to_all", "psum_scatter", "all_gather"])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_no_more_bytes_are_sent(name: str, size: int):
     mesh, along = Mesh(np.array(jax.devices()[:size]), ("workers",)), PartitionSpec("workers")
     comm, sent = jsparse.AxisComm("workers"), []
     for over_gloo in (False, True):
-        with mock.patch.multiple(gloo, in_use=lambda over=over_gloo: over, LONG=16):
+        with mock.patch.multiple(gloo, in_use=lambda over=over_gloo: over, LONG=16, LONG_GATHERED=16):
             local = functools.partial(jax.shard_map, mesh=mesh, in_specs=along, out_specs=along)
-            program = local(lambda x: getattr(comm, name)(x[0])[None])
+            program = local(lambda x: getattr(comm, name)(x[0, 0] if name == "all_gather" else x[0])[None])
             sent.append(jsparse.traffic(program, workers(size, size, 40)).bytes)
     assert sent[0] == sent[1] == 4 * 40 * (size - 1)
 

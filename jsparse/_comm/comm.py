@@ -153,6 +153,8 @@ class AxisComm:
     @jax.named_scope(SCOPE)
     def all_gather(self, x: jax.Array) -> jax.Array:
         to = "invarying" if self.typed else "varying"
+        if self._over_gloo:
+            return gloo.all_gather(self.varying(x), self.axis, to)
         return lax.all_gather(self.varying(x), self.axis, to=to)
 
     @jax.named_scope(SCOPE)

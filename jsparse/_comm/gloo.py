@@ -5,7 +5,8 @@ other side that a receive waits on the connection on which the message goes, beh
 So of two long messages the one goes after the other, unless both workers begin at once. gloo's
 all-reduce goes in pieces, and tells of each receive before it sends. So where all workers meet in
 pairs, they exchange long messages by an all-reduce here. All-to-alls are made of such exchanges,
-and reduce-scatters of messages that go round in a ring. None sends more bytes than XLA's own.
+and so are all-gathers of two workers. Reduce-scatters are made of messages that go round in a
+ring. None sends more bytes than XLA's own.
 
 All functions are for the inside of ``jax.shard_map``. Workers are numbered along the axis, which
 may be a tuple of axes in any order.
@@ -13,6 +14,7 @@ may be a tuple of axes in any order.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,9 @@ from kernels_pallas import varying_as
 
 from .permute import Axis, permute
 
-# From how many bytes on a message is long. Shorter ones take less time by XLA's own collectives.
-LONG = 2**17
+# From how many bytes on a message is long, and one of an all-gather. Shorter ones take less time
+# by XLA's own collectives.
+LONG, LONG_GATHERED = 2**17, 2**22
 
 
 def in_use() -> bool:
@@ -75,6 +78,37 @@ def _exchange_jvp(axis, pairs, integer, primals, tangents):
     if jnp.issubdtype(tangent.dtype, jnp.inexact):
         tangent = permute(tangent, axis, [*pairs, *((b, a) for a, b in pairs)])
     return _exchange_by_sum(*primals, axis, pairs, integer), tangent
+
+
+def all_gather(x: jax.Array, axis: Axis, to: Literal["varying", "invarying"]) -> jax.Array:
+    """Stacks every worker's ``x`` as :meth:`jsparse.Comm.all_gather` does: two workers exchange
+    long ones.
+
+    ``to`` says how the result is typed, as it does for ``jax.lax.all_gather``.
+    """
+    integer = _unsigned(x.dtype)
+    if lax.axis_size(axis) != 2 or integer is None or _bytes(x) < LONG_GATHERED:
+        return lax.all_gather(x, axis, to=to)
+    return _all_gather_of_two(x, axis, to, integer)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _all_gather_of_two(x: jax.Array, axis: Axis, to: Literal["varying", "invarying"], integer: np.dtype) -> jax.Array:
+    """Stacks what two workers exchange."""
+    own = lax.bitcast_convert_type(x, integer)
+    other, first = _exchange(own, axis, {0: 1, 1: 0}), lax.axis_index(axis) == 0
+    rows = jnp.stack([jnp.where(first, own, other), jnp.where(first, other, own)])
+    if to == "invarying":
+        # A sum over groups of one worker sends nothing, and types the rows as alike on all.
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        rows = primitives.psum_p.bind(rows, axes=axes, axis_index_groups=((0,), (1,)))
+    return lax.bitcast_convert_type(rows, x.dtype)
+
+
+@_all_gather_of_two.defjvp
+def _all_gather_jvp(axis, to, integer, primals, tangents):
+    """Bits have no derivative, but a gather has: the tangents are gathered."""
+    return _all_gather_of_two(*primals, axis, to, integer), lax.all_gather(tangents[0], axis, to=to)
 
 
 def all_to_all(x: jax.Array, axis: Axis) -> jax.Array:
