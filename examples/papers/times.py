@@ -255,7 +255,7 @@ class Tuned(Figure):
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
         for case in self.sized(full).cases:
-            for candidates in (4, self.ALL):
+            for candidates in (6, self.ALL):
                 names = ("hosts", "rate", "size", "density")
                 yield {"full": full, **dict(zip(names, case, strict=True)), "candidates": candidates}
 

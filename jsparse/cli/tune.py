@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-time", type=float, metavar="MS", help="time of a step without communication, in ms (default 0)"
     )
-    parser.add_argument("--candidates", type=int, default=4, help="number of sparse algorithms to measure (default 4)")
+    parser.add_argument("--candidates", type=int, default=6, help="number of sparse algorithms to measure (default 6)")
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each (default 7)")
     parser.add_argument(
         "--workers", type=int, metavar="P", help="number of devices (default all); virtual ones where a CPU has too few"
