@@ -27,6 +27,7 @@ class Form(NamedTuple):
       dense_update: make the mean dense where it could stay sparse.
       levels: whether ``make`` takes two levels: pairs of hosts, and the hosts of a pair.
       leaves: whether the gradient has the leaves of a net. Otherwise it is one vector.
+      pairs: whether workers form pairs, so that their number has to be even.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Form(NamedTuple):
     dense_update: bool = False
     levels: bool = False
     leaves: bool = False
+    pairs: bool = False
 
 
 def preset(make: Callable[..., SparseAllReduce], selector: Callable[[float], Any] | None = None, **options: Any):
@@ -112,5 +114,7 @@ FORMS = [
     Form("ssar_recursive_doubling", preset(presets.ssar_recursive_doubling)),
     Form("ssar_split_allgather", preset(presets.ssar_split_allgather)),
     Form("dsar_split_allgather", preset(presets.dsar_split_allgather)),
+    # It switches to dense vectors early.
+    Form("dsar_split_allgather, pairs", preset(presets.dsar_split_allgather, group=2), pairs=True),
     Form("hitopk", preset(presets.hitopk), levels=True),
 ]

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from .._vector.density import check_density
 from .command import check_at_least
+from .forms import Form
 from .hosts import bits_per_second
 
 
@@ -82,6 +83,10 @@ class NetworkJob(Job):
         They are a host's devices. Where it has one, they are a pair of hosts.
         """
         return self.devices if self.devices > 1 else 2 - self.hosts % 2
+
+    def fits(self, form: Form) -> bool:
+        """Whether the workers can be grouped as a form needs it."""
+        return (self.group > 1 or not form.levels) and (self.hosts * self.devices % 2 == 0 or not form.pairs)
 
 
 def add_job_options(parser: argparse.ArgumentParser, *, form: str) -> None:

@@ -37,7 +37,7 @@ def main(text: str) -> None:
     jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], job.hosts, rank)
     worker = Worker(job, rank)
     for form in FORMS:
-        if form.name in job.forms and (job.group > 1 or not form.levels):
+        if form.name in job.forms and job.fits(form):
             worker.measure(form)
     jax.distributed.shutdown()
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     check_at_least(args, size=1, hosts=2, repeats=1)
     check_density(args.density)
     form = next(form for form in FORMS if form.name == args.form)
-    if form.levels and args.hosts % 2:
+    if (form.levels or form.pairs) and args.hosts % 2:
         raise ValueError(f"--hosts is {args.hosts}; {form.name} has pairs of hosts, so take an even number")
     figures = measure(form, args.size, args.density, args.hosts, args.repeats)
     output(args, figures, show, draw)
