@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.progress
@@ -29,16 +30,21 @@ from jsparse import quantize, select, wire
 from jsparse.cli import processes
 
 
-def warm_up(density: float) -> jsparse.SparseAllReduce:
-    """gTop-k's warm-up, as in its paper: four epochs (here of 10 steps) of falling densities."""
+def falling_densities(density: float, steps: int) -> jsparse.SparseAllReduce:
+    """gTop-k's warm-up, as in its paper: four densities, each for a quarter of the warm-up."""
     densities = [max(density, high) for high in (0.25, 0.0725, 0.015, 0.004)]
-    first = [(10, jsparse.gtopk("workers", density=high)) for high in densities]
+    first = [(max(1, steps // 4), jsparse.gtopk("workers", density=high)) for high in densities]
     return jsparse.phases((*first, jsparse.gtopk("workers", density=density)))
 
 
-def dense_first(density: float) -> jsparse.SparseAllReduce:
-    """Ok-Topk's warm-up, as in its authors' code: some dense steps."""
-    return jsparse.phases(((40, jsparse.dense("workers")), jsparse.oktopk("workers", density=density)))
+def dense_first(density: float, steps: int) -> jsparse.SparseAllReduce:
+    """Ok-Topk's warm-up, as in its authors' code: dense steps."""
+    return jsparse.phases(((steps, jsparse.dense("workers")), jsparse.oktopk("workers", density=density)))
+
+
+def sparse_first(density: float, steps: int) -> jsparse.SparseAllReduce:
+    """The order of CommLib's Table 4: sparse sums while images are small, and then dense ones."""
+    return jsparse.phases(((steps, jsparse.hitopk("nodes", "gpus", density=density)), jsparse.torus("nodes", "gpus")))
 
 
 def selecting(kind: Callable[[float], jsparse.select.Selector], density: float) -> jsparse.SparseAllReduce:
@@ -70,9 +76,7 @@ ALGORITHMS = {
     "hitopk": lambda density: jsparse.hitopk("nodes", "gpus", density=density),
     "dgc": lambda density: jsparse.dgc("workers", density=density),
     "gtopk": lambda density: jsparse.gtopk("workers", density=density),
-    "gtopk-warmup": warm_up,
     "oktopk": lambda density: jsparse.oktopk("workers", density=density),
-    "oktopk-warmup": dense_first,
     "oktopk-compact": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact()),
     "oktopk-bf16": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.BFloat16())),
     "oktopk-4bit": lambda density: jsparse.oktopk("workers", density=density, wire=wire.Compact(quantize.Codebook(4))),
@@ -96,23 +100,67 @@ ALGORITHMS = {
     ),
     **{f"topk_allgather-{name}": functools.partial(selecting, kind) for name, kind in SELECTORS.items()},
 }
+# Functions of the density and the steps of the warm-up, in which they do something else.
+WARM_UPS = {"gtopk-warmup": falling_densities, "oktopk-warmup": dense_first, "hitopk-warmup": sparse_first}
 DEFAULT = ("dense", "topk_allgather", "topk_dsa", "gtopk", "oktopk")
-TWO_LEVELS = ("hitopk", "torus")
+TWO_LEVELS = ("hitopk", "hitopk-warmup", "torus")
 REPLICAS_DIFFER = ("a2sgd",)
+# Models that take images of any size.
+OF_ANY_SIZE = ("resnet20", "resnet110")
 # Their updates have momentum already.
 OWN_MOMENTUM = ("dgc", "ef21_changes", "demo", "scale_by_dion", "onebit_momentum")
 # The settings that must not change when a run goes on from a checkpoint.
-SETTINGS = ("model", "data", "workers", "density", "batch", "optimizer", "learning_rate", "schedule", "seed")
+SETTINGS = (
+    "model",
+    "data",
+    "workers",
+    "density",
+    "batch",
+    "resolutions",
+    "optimizer",
+    "learning_rate",
+    "schedule",
+    "warm_up",
+    "seed",
+)
 # The figures of each step or epoch.
-FIGURES = ("loss", "milliseconds", "bytes", "messages", "selected", "delivered", "updated", "accuracy")
+FIGURES = ("loss", "milliseconds", "bytes", "messages", "selected", "delivered", "updated", "accuracy", "test_loss")
 # Test examples that are evaluated at once.
 AT_ONCE = 100
 # The default learning rates.
-RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "lars": 5.0, "lamb": 0.01}
+RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3, "adamw": 1e-3, "lars": 5.0, "lamb": 0.01}
+# How the learning rate falls after the warm-up, by the number of steps that are left.
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
+    "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
+    "square": lambda rate, steps: optax.polynomial_schedule(rate, 0.0, 2, steps),
+    "steps": lambda rate, steps: optax.piecewise_constant_schedule(rate, {steps // 2: 0.1, 3 * steps // 4: 0.1}),
+}
+
+
+def make_preset(name: str, density: float, steps: int) -> jsparse.SparseAllReduce:
+    """The preset of an algorithm, whose warm-up takes ``steps`` steps if it has one."""
+    return WARM_UPS[name](density, steps) if name in WARM_UPS else ALGORITHMS[name](density)
+
+
+def warm_up_steps(args: argparse.Namespace, every: int) -> int:
+    """The steps of the warm-up, with ``every`` steps in an epoch."""
+    epochs = args.epochs / 8 if args.warm_up is None else args.warm_up
+    if not 0 <= epochs < args.epochs:
+        raise ValueError(f"--warm-up is {epochs:g}; it must be at least 0, and less than the {args.epochs} epochs")
+    return round(epochs * every)
+
+
+def make_rate(args: argparse.Namespace, every: int) -> optax.ScalarOrSchedule:
+    """The learning rate, with ``every`` steps in an epoch."""
+    rate, first = args.learning_rate or RATES[args.optimizer], warm_up_steps(args, every)
+    if args.schedule == "constant":
+        return rate
+    falls = SCHEDULES[args.schedule](rate, args.epochs * every - first)
+    return optax.join_schedules([optax.linear_schedule(rate / 10, rate, first), falls], [first]) if first else falls
 
 
 def make_optimizer(
-    name: str, axis: str | tuple[str, ...], args: argparse.Namespace, steps: int
+    name: str, axis: str | tuple[str, ...], args: argparse.Namespace, every: int
 ) -> optax.GradientTransformation:
     """The transformation that follows the all-reduce.
 
@@ -120,22 +168,45 @@ def make_optimizer(
       name: the algorithm.
       axis: the mesh axes of the workers.
       args: the command's options.
-      steps: the number of steps of the run.
+      every: the number of steps in an epoch.
     """
-    rate = args.learning_rate or RATES[args.optimizer]
-    if args.schedule == "warmup":
-        first = max(1, steps // 8)
-        up, down = optax.linear_schedule(rate / 10, rate, first), optax.polynomial_schedule(rate, 0.0, 2, steps - first)
-        rate = optax.join_schedules([up, down], [first])
+    rate = make_rate(args, every)
     match args.optimizer:
         case "adam":
             return optax.adam(rate)
+        case "adamw":
+            return optax.adamw(rate, weight_decay=0.01)
         case "lars":
             return jsparse.lars(axis, rate)
         case "lamb":
             return jsparse.lamb(axis, rate)
     sgd = optax.sgd(rate, momentum=0.9 if args.optimizer == "momentum" and name not in OWN_MOMENTUM else None)
     return optax.chain(optax.trace(1.0), sgd) if name == "ef21_changes" else sgd
+
+
+def resolutions(given: str, epochs: int) -> list[int | None]:
+    """The side in pixels of each epoch's images; None as they are.
+
+    Args:
+      given: such as "16:2 24:1": two epochs with 16 pixels, and one with 24.
+      epochs: of the run.
+    """
+    try:
+        parts = [tuple(map(int, part.split(":"))) for part in given.split()]
+        sides = [side for side, count in parts for _ in range(count)]
+        if any(side < 1 or count < 1 for side, count in parts) or len(sides) > epochs:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--resolutions is {given!r}; it must be pixels and epochs, of {epochs} epochs at most, such as '16:2 24:1'"
+        ) from None
+    return sides + [None] * (epochs - len(sides))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def resized(images: jax.Array, side: int) -> jax.Array:
+    """Square images of another resolution."""
+    return jax.image.resize(images, (images.shape[0], side, side, images.shape[3]), "linear")
 
 
 def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
@@ -171,13 +242,15 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
     def evaluate(params, rest, batch):
         model = nnx.merge(graph, params, rest)
         model.eval()
-        return model.accuracy(*batch)
+        return jnp.stack([model.accuracy(*batch), model.loss(*batch)])
 
-    def accuracy(params, rest) -> float:
+    def tested(params, rest) -> list[float]:
+        """The accuracy and the loss of the tests."""
         count = len(task.test[0])
         starts = range(0, count, AT_ONCE)
         parts = [tuple(array[start : start + AT_ONCE] for array in task.test) for start in starts]
-        return sum(float(evaluate(params, rest, part)) * len(part[0]) for part in parts) / count
+        sums = [np.asarray(evaluate(params, rest, part)) * len(part[0]) for part in parts]
+        return (np.sum(sums, axis=0) / count).tolist()
 
     mesh, axis = make_mesh(name, args.workers)
     rng = np.random.default_rng(args.seed)
@@ -188,7 +261,13 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
         raise ValueError(
             f"a batch of {size} is more than the {count} training examples: take fewer workers, or lower --batch"
         )
-    tx = optax.chain(ALGORITHMS[name](args.density), make_optimizer(name, axis, args, args.epochs * steps))
+    sides = resolutions(args.resolutions, args.epochs)
+    if any(sides) and args.model not in OF_ANY_SIZE:
+        raise ValueError(
+            f"{args.model} takes its examples as they are: --resolutions is for {' and '.join(OF_ANY_SIZE)}"
+        )
+    preset = make_preset(name, args.density, max(1, warm_up_steps(args, steps)))
+    tx = optax.chain(preset, make_optimizer(name, axis, args, steps))
     differ = name in REPLICAS_DIFFER
     step = jsparse.train_step(
         loss_fn,
@@ -217,8 +296,11 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
             order = rng.permutation(count)[: steps * size].reshape(steps, size)
             for batch in order if epoch >= done else ():
                 own = batch[cluster.own_part(size)]
+                first, *others = (array[own] for array in task.train)
+                side = sides[epoch]
+                first = first if side is None else np.asarray(resized(first, side))
                 start = time.perf_counter()
-                state, loss = step(state, tuple(array[own] for array in task.train))
+                state, loss = step(state, (first, *others))
                 run["loss"].append(float(loss))
                 run["milliseconds"].append(1e3 * (time.perf_counter() - start))
                 stats = jax.tree.map(np.asarray, jsparse.stats(state.opt_state))
@@ -230,19 +312,22 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
                 progress.advance(bar)
             if epoch >= done:
                 mean = jsparse.sync_params(state, axis, mesh=mesh) if differ else state.params
-                run["accuracy"].append(accuracy(mean, state.model_state if has_rest else rest))
+                accuracy, test_loss = tested(mean, state.model_state if has_rest else rest)
+                run["accuracy"].append(accuracy)
+                run["test_loss"].append(test_loss)
                 checkpoints.save(epoch + 1, state, run)
     return run
 
 
 def main(argv: list[str] | None = None) -> None:
+    known = [*ALGORITHMS, *WARM_UPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--algorithm",
         action="append",
-        choices=[*ALGORITHMS, "all"],
+        choices=[*known, "all"],
         metavar="NAME",
-        help=f"all, or one of {', '.join(ALGORITHMS)}; repeatable (default: {', '.join(DEFAULT)})",
+        help=f"all, or one of {', '.join(known)}; repeatable (default: {', '.join(DEFAULT)})",
     )
     parser.add_argument(
         "--model",
@@ -267,10 +352,23 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--schedule",
-        choices=["constant", "warmup"],
+        choices=["constant", *SCHEDULES],
         default="constant",
-        help="warmup: the learning rate rises from a tenth of it in the first eighth of the steps, and then falls to 0 "
-        "as a square",
+        help="of the learning rate. But for a constant one, it rises from a tenth in the warm-up. Then it falls to 0, "
+        "as a line or a square; or in steps, to a tenth after half of the steps that are left, and to a hundredth "
+        "after three quarters",
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        metavar="EPOCHS",
+        help="how long the learning rate rises, and algorithms called -warmup have their warm-up (default: an eighth)",
+    )
+    parser.add_argument(
+        "--resolutions",
+        default="",
+        metavar="SIDE:EPOCHS ...",
+        help="images are first made so many pixels high and wide, for so many epochs: '16:2 24:1'; tests are not",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
@@ -290,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
     processes.add_arguments(parser)
     args = parser.parse_args(argv)
     names = args.algorithm or DEFAULT
-    args.algorithm = list(ALGORITHMS if "all" in names else names)
+    args.algorithm = list(known if "all" in names else names)
     args.data = args.data or MODELS[args.model].data[0]
     args.epochs = args.epochs or (40 if args.data == "digits" else 3)
 
@@ -303,7 +401,8 @@ def main(argv: list[str] | None = None) -> None:
         processes.join(args)  # Before JAX computes anything.
         task = make_task(args.model, args.data, args.data_dir, args.seed)
         for name in args.algorithm:  # Wrong options raise here, before anything is trained.
-            ALGORITHMS[name](args.density)
+            make_preset(name, args.density, 1)
+        resolutions(args.resolutions, args.epochs)
         columns = *rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn()
         with rich.progress.Progress(*columns, disable=jax.process_index() > 0) as progress:
             runs = [train(name, task, args, progress) for name in args.algorithm]

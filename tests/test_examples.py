@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_readers import learnable
@@ -245,14 +246,16 @@ def test_the_demo_compares_algorithms(tmp_path, capsys, monkeypatch):
 
 def test_the_demo_has_every_preset():
     # The name before the hyphen is the preset, the one after it a variant.
-    assert {name.partition("-")[0] for name in train.ALGORITHMS} == set(files.presets()) - {"sparse_allreduce"}
+    assert {name.partition("-")[0] for name in train.ALGORITHMS | train.WARM_UPS} == set(files.presets()) - {
+        "sparse_allreduce"
+    }
 
 
 @pytest.mark.parametrize(
     "names",
     [
         ["hitopk", "dsar_split_allgather"],
-        ["a2sgd", "dgc", "oktopk-warmup"],
+        ["a2sgd", "dgc", "oktopk-warmup", "hitopk-warmup"],
         pytest.param(["all"], marks=pytest.mark.slow),
     ],
     ids=", ".join,
@@ -264,7 +267,7 @@ def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
     options = ["--epochs", "1", "--workers", "4", "--json", str(figures), "--plot", str(tmp_path / "x.png")]
     train.main([*chosen, *options])
     runs = json.loads(figures.read_text())
-    assert [run["algorithm"] for run in runs] == (list(train.ALGORITHMS) if names == ["all"] else names)
+    assert [run["algorithm"] for run in runs] == ([*train.ALGORITHMS, *train.WARM_UPS] if names == ["all"] else names)
     assert all(run["loss"][-1] < run["loss"][0] for run in runs)
 
 
@@ -280,7 +283,7 @@ def test_the_demo_takes_algorithms_by_name(names: list[str], tmp_path):
 def test_options_of_the_demo(optimizer: str, algorithm: str, tmp_path):
     arguments = ["--algorithm", algorithm, "--epochs", "1", "--workers", "3", "--density", "0.05", "--seed", "3"]
     figures = tmp_path / "runs.json"
-    schedule = ["--schedule", "warmup" if optimizer == "adam" else "constant"]
+    schedule = ["--schedule", "square" if optimizer == "adam" else "constant"]
     train.main(
         [*arguments, "--optimizer", optimizer, *schedule, "--json", str(figures), "--plot", str(tmp_path / "x.png")]
     )
@@ -288,6 +291,64 @@ def test_options_of_the_demo(optimizer: str, algorithm: str, tmp_path):
     assert run["workers"] == 3
     assert np.mean(run["loss"][-5:]) < np.mean(run["loss"][:5])
     assert (tmp_path / "x.png").exists()
+
+
+def rates(schedule: str, warm_up: float | None) -> list[float]:
+    """The learning rates of 8 epochs of 10 steps."""
+    args = argparse.Namespace(optimizer="sgd", learning_rate=2.0, schedule=schedule, epochs=8, warm_up=warm_up)
+    rate = train.make_rate(args, 10)
+    return [float(rate(step)) if callable(rate) else rate for step in range(81)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "later"),
+    [("linear", {45: 1.0, 80: 0.0}), ("square", {45: 0.5, 80: 0.0}), ("steps", {44: 2.0, 46: 0.2, 61: 0.2, 63: 0.02})],
+)
+def test_a_learning_rate_rises_and_falls(schedule: str, later: dict[int, float]):
+    found = rates(schedule, None)
+    assert found[0] == pytest.approx(0.2)
+    assert found[5] == pytest.approx(1.1)
+    assert found[10] == pytest.approx(2.0)
+    assert {step: found[step] for step in later} == pytest.approx(later)
+    assert rates(schedule, 4.0)[20] == pytest.approx(1.1)
+    assert rates(schedule, 0.0)[0] == pytest.approx(2.0)
+    assert set(rates("constant", 4.0)) == {2.0}
+
+
+@pytest.mark.full
+def test_the_demo_trains_on_small_images_first(tmp_path, monkeypatch):
+    sides, resize = [], train.resized
+
+    def resized(images, side):
+        sides.append((images.shape, side))
+        return resize(images, side)
+
+    monkeypatch.setattr(train, "resized", resized)
+    figures = tmp_path / "runs.json"
+    options = ["--model", "resnet20", "--algorithm", "hitopk-warmup", "--workers", "4", "--batch", "120"]
+    options += ["--epochs", "2", "--resolutions", "4:1", "--warm-up", "1"]
+    train.main([*options, "--json", str(figures), "--plot", str(tmp_path / "x.png")])
+    (run,) = json.loads(figures.read_text())
+    steps = run["steps_per_epoch"]
+    assert sides == [((480, 8, 8, 1), 4)] * steps
+    # HiTopKComm sends less than the torus, which follows after the warm-up.
+    sent = run["bytes"]
+    assert max(sent[:steps]) < min(sent[steps:])
+    assert len(run["test_loss"]) == len(run["accuracy"]) == 2
+
+
+@pytest.mark.parametrize("steps", [2, 40])
+def test_densities_fall_in_four_parts_of_the_warm_up(steps: int):
+    comm_steps = []
+    tx = train.falling_densities(0.01, steps)
+    state = jax.vmap(lambda _: tx.init(jnp.zeros(1000)), axis_name="workers")(jnp.arange(2))
+    update = jax.jit(jax.vmap(tx.update, axis_name="workers"))
+    grads = jax.random.normal(jax.random.key(0), (2, 1000))
+    for _ in range(max(steps, 4) + 1):
+        _, state = update(grads, state)
+        comm_steps.append(int(jsparse.stats(state).selected[0]))
+    part = max(1, steps // 4)
+    assert comm_steps == [count for k in (250, 72, 15, 10) for count in [k] * part] + [10]
 
 
 @pytest.mark.full
@@ -325,6 +386,10 @@ def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
         (["--algorithm", "best"], "invalid choice"),
         (["--density", "2"], "density is 2.0"),
         (["--batch", "4000"], "take fewer workers"),
+        (["--warm-up", "2", "--epochs", "2"], "less than the 2 epochs"),
+        (["--resolutions", "16"], "must be pixels and epochs"),
+        (["--resolutions", "8:1 16:2", "--epochs", "2"], "of 2 epochs at most"),
+        (["--resolutions", "4:1"], "convnet takes its examples as they are"),
         (["--workers", "0"], "0 workers"),
         (["--workers", "1000"], "1000 workers need as many devices"),
     ],

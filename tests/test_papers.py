@@ -42,6 +42,8 @@ TINY: dict[type, dict[str, Any]] = {
         "rates": (0.05,),
         "seeds": 2,
         "optimizer": "momentum",
+        "warm_up": None,
+        "resolutions": "",
         "vary": None,
         "density": 0.01,
     },
@@ -79,7 +81,7 @@ def test_a_row_names_what_there_is(name):
     figure = papers.FIGURES[name]
     for sized in figure, figure.sized(full=False):
         if isinstance(sized, Convergence):
-            assert set(sized.algorithms) <= set(train.ALGORITHMS)
+            assert set(sized.algorithms) <= {*train.ALGORITHMS, *train.WARM_UPS}
             assert sized.data in MODELS[sized.model].data
         if isinstance(sized, Record):
             assert set(sized.algorithms) <= set(records.ALGORITHMS)

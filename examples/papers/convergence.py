@@ -30,7 +30,8 @@ class Convergence(Figure):
 
     Attributes:
       algorithms: names in ``examples.train.ALGORITHMS``.
-      model, data, workers, density, batch, epochs, optimizer, schedule: of ``examples.train``.
+      model, data, workers, density, batch, epochs, optimizer, schedule, warm_up, resolutions: of
+        ``examples.train``.
       rates: the learning rates that are tried.
       vary: an option and the values that it takes in turn: one panel each.
       seeds: how many.
@@ -47,6 +48,8 @@ class Convergence(Figure):
     rates: tuple[float, ...]
     optimizer: str = "momentum"
     schedule: str = "constant"
+    warm_up: float | None = None
+    resolutions: str = ""
     vary: tuple[str, tuple[Any, ...]] | None = None
     seeds: int = 3
     examples: int = 0
@@ -67,8 +70,8 @@ class Convergence(Figure):
 
     def cases(self) -> Iterator[Setting]:
         """The options of the runs, but for the algorithm, the rate and the seed."""
-        names = ("model", "data", "workers", "density", "batch", "epochs", "optimizer", "schedule", "examples")
-        case = {name: getattr(self, name) for name in names}
+        names = ("model", "data", "workers", "density", "batch", "epochs", "optimizer", "schedule", "warm_up")
+        case = {name: getattr(self, name) for name in (*names, "resolutions", "examples")}
         name, given = self.vary or ("density", (self.density,))
         return ({**case, name: value} for value in given)
 
@@ -86,11 +89,14 @@ class Convergence(Figure):
             run = train.train(setting["algorithm"], task, options, progress)
         every = run["steps_per_epoch"]
         last = np.arange(every, len(run["loss"]) + 1, every)
+        epochs = {name: [run[name][end - every : end] for end in last] for name in ("loss", "milliseconds")}
         return {
             "parameters": run["parameters"],
             "steps": len(run["loss"]),
             "accuracy": run["accuracy"],
-            "loss": [statistics.fmean(run["loss"][end - every : end]) for end in last],
+            "test loss": run["test_loss"],
+            "loss": [statistics.fmean(epoch) for epoch in epochs["loss"]],
+            "step ms": [statistics.median(epoch) for epoch in epochs["milliseconds"]],
             "bytes": np.cumsum(run["bytes"])[last - 1].tolist(),
         }
 
@@ -100,20 +106,24 @@ class Convergence(Figure):
         out = rich.table.Table(
             title=f"{first['model']} on {first['data']}, {first['parameters']:,} parameters, {first['epochs']} epochs",
             caption="accuracy: on the tests after the last epoch, %; from, to: of the seeds. The rate was chosen with "
-            "the first seed. bytes: that a worker sent in all.",
+            "the first seed. loss: of the last epoch; and of the tests after it. MB: that a worker sent in all. ms: a "
+            "step, medians of the epochs, from the least to the most.",
         )
-        for name in (*filter(None, [varied]), "algorithm", "accuracy", "from", "to", "seeds", "loss", "MB", "rate"):
+        of_runs = "accuracy", "from", "to", "seeds", "loss", "test loss", "MB", "rate", "ms"
+        for name in (*filter(None, [varied]), "algorithm", *of_runs):
             out.add_column(name, justify="left" if name == "algorithm" else "right")
         for case, algorithm, runs in self.best(lines):
             last = [100 * run["accuracy"][-1] for run in runs]
+            each = [statistics.median(run["step ms"][i] for run in runs) for i in range(len(runs[0]["step ms"]))]
             out.add_row(
-                *([] if case is None else [f"{case:g}" if isinstance(case, float) else str(case)]),
+                *([] if case is None else [shown_option(case)]),
                 algorithm,
                 *(f"{value:.2f}" for value in (statistics.fmean(last), min(last), max(last))),
                 str(len(runs)),
-                f"{statistics.fmean(run['loss'][-1] for run in runs):.3f}",
+                *(f"{statistics.fmean(run[name][-1] for run in runs):.3f}" for name in ("loss", "test loss")),
                 f"{runs[0]['bytes'][-1] / 1e6:.3g}",
                 f"{runs[0]['rate']:g}",
+                f"{min(each):.0f} - {max(each):.0f}",
             )
         return out
 
@@ -131,7 +141,7 @@ class Convergence(Figure):
         if of_bytes:
             axes.set_xscale("log")
         if case is not None and self.vary:
-            axes.set_title(f"{self.vary[0]} {case:g}")
+            axes.set_title(f"{self.vary[0]} {shown_option(case)}")
 
     def best(self, lines: Sequence[Line]) -> Iterator[tuple[Any, str, list[Line]]]:
         """The varied option, the algorithm, and the runs of all seeds at its best rate."""
@@ -142,6 +152,11 @@ class Convergence(Figure):
                 best = best_of(found(runs, {"seed": 0}))
                 if best:
                     yield case, algorithm, found(runs, {"rate": best["rate"]})
+
+
+def shown_option(value: Any) -> str:
+    """The value of an option in words."""
+    return f"{value:g}" if isinstance(value, float) else str(value) or "-"
 
 
 def best_of(runs: Sequence[Line]) -> Line | None:

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 import jsparse
 from examples.paper_rule import largest, paper_rule
 from examples.tasks import Task
+from examples.train import SCHEDULES
 
 from .convergence import task_of
 from .figure import Figure, Line, Setting, shown
@@ -79,6 +80,7 @@ class Record(Figure):
       densities: k / n.
       steps, every: the length of the training, and how often a step is recorded.
       rate, momentum: of SGD.
+      schedule: how the rate falls, one of ``examples.train.SCHEDULES``, or ``"constant"``.
     """
 
     model: str
@@ -91,6 +93,7 @@ class Record(Figure):
     every: int
     rate: float
     momentum: float = 0.9
+    schedule: str = "constant"
 
     @abc.abstractmethod
     def record(self, step: Step, k: int) -> dict[str, Any]:
@@ -98,7 +101,7 @@ class Record(Figure):
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
         sized = self.sized(full)
-        names = ("model", "data", "workers", "batch", "steps", "every", "rate", "momentum")
+        names = ("model", "data", "workers", "batch", "steps", "every", "rate", "momentum", "schedule")
         for density in sized.densities:
             for algorithm in sized.algorithms:
                 yield {"full": full, "algorithm": algorithm, "density": density} | {
@@ -130,7 +133,8 @@ def trained(task: Task, setting: Setting) -> Iterator[Step]:
     graph, params, rest = nnx.split(task.model, nnx.Param, ...)
     params, workers = nnx.as_pure(params), setting["workers"]
     reduce = ALGORITHMS[setting["algorithm"]](setting["density"])
-    optimizer = optax.sgd(setting["rate"], momentum=setting["momentum"] or None)
+    rate, falls = setting["rate"], SCHEDULES.get(setting["schedule"])
+    optimizer = optax.sgd(falls(rate, setting["steps"]) if falls else rate, momentum=setting["momentum"] or None)
 
     def loss_fn(params, batch):
         return nnx.merge(graph, params, rest).loss(*batch)

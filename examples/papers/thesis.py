@@ -31,6 +31,15 @@ FIGURES = {
         over="density",
         small={"hosts": (4,), "sizes": (1_048_576,), "densities": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), "repeats": 5},
     ),
+    "5.3": Synchronised(
+        "With groups of 8 that switch to dense vectors early, dynamic sums are faster at high densities or with very "
+        "many workers. (Here groups of 2.)",
+        ("dense", "dsar_split_allgather", "dsar_split_allgather, pairs"),
+        hosts=(4, 8, 16),
+        sizes=(N,),
+        densities=(1e-2, 1e-1),
+        small={"hosts": (4, 8), "sizes": (1_048_576,), "repeats": 5},
+    ),
     "5.1 to 5.5 by workers": Synchronised(
         "The more workers, the sooner splitting wins over recursive doubling.",
         FORMS,
