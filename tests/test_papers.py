@@ -128,6 +128,17 @@ def test_a_figure_is_made_and_goes_on(tmp_path, monkeypatch, name):
     (plot,) = tmp_path.glob("*.png")
 
 
+@pytest.mark.full
+def test_a_model_with_running_averages_is_recorded():
+    options = {"workers": 2, "batch": 4, "steps": 2, "every": 1, "rate": 0.1, "momentum": 0.9, "schedule": "constant"}
+    setting = {"algorithm": "dense", "density": 0.01, **options}
+    task = records.task_of("resnet20", "digits", None, 0, 40)
+    first, second = records.trained(task, setting)
+    assert first.grads.shape[0] == 2
+    np.testing.assert_allclose(first.update, first.grads.mean(axis=0), rtol=1e-4, atol=1e-6)
+    assert np.abs(second.grads - first.grads).max() > 0
+
+
 # One row at a tiny size.
 PROGRAM = """
 import dataclasses, sys

@@ -131,7 +131,7 @@ class Record(Figure):
 def trained(task: Task, setting: Setting) -> Iterator[Step]:
     """Trains with SGD, and gives the steps that are to be recorded."""
     graph, params, rest = nnx.split(task.model, nnx.Param, ...)
-    params, workers = nnx.as_pure(params), setting["workers"]
+    params, rest, workers = nnx.as_pure(params), nnx.as_pure(rest), setting["workers"]
     reduce = ALGORITHMS[setting["algorithm"]](setting["density"])
     rate, falls = setting["rate"], SCHEDULES.get(setting["schedule"])
     optimizer = optax.sgd(falls(rate, setting["steps"]) if falls else rate, momentum=setting["momentum"] or None)
