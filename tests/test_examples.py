@@ -339,16 +339,16 @@ def test_the_demo_trains_on_small_images_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("steps", [2, 40])
 def test_densities_fall_in_four_parts_of_the_warm_up(steps: int):
-    comm_steps = []
+    selected = []
     tx = train.falling_densities(0.01, steps)
     state = jax.vmap(lambda _: tx.init(jnp.zeros(1000)), axis_name="workers")(jnp.arange(2))
     update = jax.jit(jax.vmap(tx.update, axis_name="workers"))
     grads = jax.random.normal(jax.random.key(0), (2, 1000))
     for _ in range(max(steps, 4) + 1):
         _, state = update(grads, state)
-        comm_steps.append(int(jsparse.stats(state).selected[0]))
+        selected.append(int(jsparse.stats(state).selected[0]))
     part = max(1, steps // 4)
-    assert comm_steps == [count for k in (250, 72, 15, 10) for count in [k] * part] + [10]
+    assert selected == [count for k in (250, 72, 15, 10) for count in [k] * part] + [10]
 
 
 @pytest.mark.full
