@@ -194,6 +194,20 @@ def test_figures_are_written_where_they_can_be(tmp_path, monkeypatch):
     assert set(tmp_path.iterdir()) == {path, link, pipe}
 
 
+@pytest.mark.parametrize(
+    ("hosts", "devices", "left_out"),
+    [
+        (4, 1, set()),
+        (3, 1, {"torus", "hitopk", "dsar_split_allgather, pairs"}),
+        (3, 2, set()),
+        (3, 3, {"dsar_split_allgather, pairs"}),
+    ],
+)
+def test_forms_whose_workers_form_groups(hosts: int, devices: int, left_out: set[str]):
+    job = NetworkJob(hosts, 0.01, ["1gbit"], ["dense"], size=N, repeats=1, devices=devices)
+    assert {form.name for form in FORMS if not job.fits(form)} == left_out
+
+
 def reports(job: NetworkJob) -> list[list[dict]]:
     """Invented reports of the hosts: times and bytes differ by form, rate and host."""
     told: list[list[dict]] = [[] for _ in range(job.hosts)]

@@ -123,9 +123,9 @@ def test_a_slow_network(network, tmp_path, gpus: int, capsys):
     assert figures["times_faster_than_dense"] > 3
     assert figures["measured"] == sorted(figures["measured"], key=lambda result: result["step_ms"])
     plain = [result["step_ms"] for result in figures["measured"] if result["predicted_step_ms"] is not None]
-    plain = sorted(plain)[:6]  # Without the dense ones, which are slower.
+    plain = sorted(plain)[: tune.CANDIDATES]  # Without the dense ones, which are slower.
     near = sum(ms <= tune.NEAR * plain[0] for ms in plain)
-    assert len(figures["measured"]) == (1 if gpus == 1 else 2) + 6 + 2 * near + 1
+    assert len(figures["measured"]) == (1 if gpus == 1 else 2) + tune.CANDIDATES + 2 * near + 1
     # The measured times are the predicted ones on this network.
     for result in figures["measured"]:
         if result["predicted_step_ms"] is not None:

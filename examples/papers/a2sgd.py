@@ -40,7 +40,7 @@ FIGURES = {
         rate=0.08,
     ),
     "2, ResNet-20": Spread(
-        "As above.",
+        "ResNet-20's gradients, too, are about normal around zero, and more of them come close to zero.",
         model="resnet20",
         data="cifar10",
         algorithms=("dense",),

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 
 from jsparse import cost
 from jsparse.bench.hosts import bits_per_second
+from jsparse.cli.tune import CANDIDATES
 
 from .convergence import beyond
 from .figure import Figure, Line, Setting, found, shown, values
@@ -255,7 +256,7 @@ class Tuned(Figure):
 
     def settings(self, full: bool, lines: Sequence[Line]) -> Iterator[Setting]:
         for case in self.sized(full).cases:
-            for candidates in (6, self.ALL):
+            for candidates in (CANDIDATES, self.ALL):
                 names = ("hosts", "rate", "size", "density")
                 yield {"full": full, **dict(zip(names, case, strict=True)), "candidates": candidates}
 

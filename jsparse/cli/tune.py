@@ -57,6 +57,8 @@ from .tune_report import draw_times, recommended, show
 HELP = "measure this cluster, and choose an algorithm for it"
 # Lengths, in words, of the messages that measure the network.
 PAYLOADS = (1, 2**8, 2**12, 2**16, 2**20)
+# How many sparse algorithms are measured: those that the cost model takes for the fastest.
+CANDIDATES = 6
 # Compact wires are measured with algorithms that take up to so many times as long as the fastest.
 NEAR = 1.25
 WIRES = {"compact": Compact(), "compact bf16": Compact(BFloat16())}
@@ -92,7 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-time", type=float, metavar="MS", help="time of a step without communication, in ms (default 0)"
     )
-    parser.add_argument("--candidates", type=int, default=6, help="number of sparse algorithms to measure (default 6)")
+    parser.add_argument(
+        "--candidates",
+        type=int,
+        default=CANDIDATES,
+        help=f"number of sparse algorithms to measure (default {CANDIDATES})",
+    )
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each (default 7)")
     parser.add_argument(
         "--workers", type=int, metavar="P", help="number of devices (default all); virtual ones where a CPU has too few"
