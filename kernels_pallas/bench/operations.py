@@ -258,6 +258,18 @@ def in_blocks(block: int, select: Callable[..., Any], **options: Any) -> Callabl
     return ours
 
 
+def in_blocks_tuned(block: int) -> Callable[..., Callable[..., Any]]:
+    def make(n: int, k: int, interpret: bool = False, **options: Any) -> Callable[..., Any]:
+        from ..select_block_top_k import triton
+
+        def select(x, quota, implementation, **static):
+            return triton.select_block_top_k(x, quota, **static, interpret=interpret, **options)
+
+        return in_blocks(block, select)(n, k, "triton")
+
+    return make
+
+
 def copy(n: int, k: int, implementation: str) -> Callable[..., Any]:
     """The copy whose rate the others are compared with.
 
@@ -362,6 +374,8 @@ def operations() -> list[Operation]:
                 ("x",),
                 in_blocks(block, kernels_pallas.select_block_top_k),
                 lambda n, k: 4 * n + 8 * k,
+                tuned=in_blocks_tuned(block),
+                options={"program": (512, 1024, 2048, 4096)},
             )
             for block in (4096, 512, 60)
         ),

@@ -1,33 +1,59 @@
 """The primitives of the exact k-th magnitude on a GPU.
 
-They are counting passes that each find several bits, and the compaction kernel.
+A vector that fits is held by the programs of one kernel, each with its part in registers: after
+each kernel, which finds several bits, the next one reads what all of them counted. So a search
+takes few kernels, and a short one takes about as long as these take to start. A longer vector is
+read by counting passes. The compaction is that of ``select_above``.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
+from .._triton import call, load, store
 from .._varying import varying_as
 from ..count_above_many.triton import SHORT, count_above_many
 from ..select_above import select_above
+from ..select_above.triton import floats, ints
+from . import xla
 from .xla import Primitives
 
 Carry = TypeVar("Carry")
 
+# The longest vector that programs hold; how many programs there are at least, where each has its
+# LEAST elements; and the most elements of one.
+HELD = 2**22
+PROGRAMS = 128
+LEAST, MOST = 512, 8192
+# The elements of a warp, and how many candidates it counts at once: each count alone would wait
+# for all threads.
+WARP = 512
+AT_ONCE = 8
+# The elements of a program that selects.
+BLOCK = 2048
+# The bits of the smallest magnitude that is not zero, and of infinity.
+TINY, INFINITY = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, np.inf))
+
 
 def primitives(interpret: bool = False) -> Primitives:
     compact = functools.partial(select_above, implementation="interpret" if interpret else "triton")
-    return Primitives(functools.partial(search, interpret=interpret), compact)
+    return Primitives(
+        functools.partial(search, interpret=interpret), compact, functools.partial(largest, interpret=interpret)
+    )
 
 
 def search(x: jax.Array, k: ArrayLike, *, interpret: bool = False) -> jax.Array:
-    """The k-th largest magnitude of a vector of float32. Each counting pass finds several bits."""
+    """The k-th largest magnitude of a vector of float32. Each pass finds several bits."""
+    if 0 < x.shape[0] <= HELD:
+        return _search_held(x, k, interpret=interpret)
 
     def refine(carry, bits):
         found, left = carry
@@ -64,5 +90,153 @@ def passes(n: int, bits: int) -> list[int]:
     A pass over many elements finds up to 3 bits: from about 7 thresholds on, comparisons and not
     reads determine its time.
     """
-    count = -(-bits // (6 if n <= SHORT else 3))
+    return evenly(bits, 6 if n <= SHORT else 3)
+
+
+def evenly(bits: int, most: int) -> list[int]:
+    """Divides bits into the fewest parts of at most ``most``, nearly equal, the larger ones first."""
+    count = -(-bits // most)
     return [bits // count + (i < bits % count) for i in range(count)]
+
+
+def _search_held(x: jax.Array, k: ArrayLike, *, interpret: bool) -> jax.Array:
+    part = min(max(pl.next_power_of_2(pl.cdiv(x.shape[0], PROGRAMS)), LEAST), MOST)
+    programs = pl.cdiv(x.shape[0], part)
+    run = functools.partial(call, warps=part // WARP, interpret=interpret, name="kth_magnitude")
+    k, found, counts, last = jnp.asarray(k, jnp.int32), jnp.int32(0), None, (0, 31)
+    for bits in evenly(31, 6 if programs <= PROGRAMS else 4):
+        pass_ = functools.partial(_count, part=part, programs=programs, last=last, bits=bits)
+        found, counts = run(
+            pass_, x, k, found, counts, out=(ints(), ints(programs * 2**bits)), grid=programs
+        )
+        last = bits, last[1] - bits
+    settle = functools.partial(_settle, programs=programs, last=last)
+    (found,) = run(settle, k, found, counts, out=(ints(),), grid=1)
+    return lax.bitcast_convert_type(found, x.dtype)
+
+
+def _count(x, k, found, counts, new_found, new_counts, *, part: int, programs: int, last: tuple, bits: int) -> None:
+    """Counts the elements of a program that reach each candidate for the next ``bits`` bits."""
+    program = pl.program_id(0)
+    least = _settled(k, found, counts, programs, last)
+
+    @pl.when(program == 0)
+    def _():
+        new_found[...] = least
+
+    places = program * part + lax.iota(jnp.int32, part)
+    magnitudes = magnitude_bits(load(x, places, places < x.shape[0]))
+
+    at_once = min(2**bits, AT_ONCE)
+
+    def count(i, _):
+        number = i * at_once + lax.iota(jnp.int32, at_once)
+        candidates = least | number + 1 << last[1] - bits
+        reached = (magnitudes[None, :] >= candidates[:, None]).astype(jnp.int32)
+        store(new_counts, program * 2**bits + number, jnp.sum(reached, axis=1, dtype=jnp.int32))
+
+    # The last one is no candidate, and its count is not read.
+    lax.fori_loop(0, 2**bits // at_once, count, None)
+
+
+def _settle(k, found, counts, new_found, *, programs: int, last: tuple) -> None:
+    new_found[...] = _settled(k, found, counts, programs, last)
+
+
+def _settled(k: Any, found: Any, counts: Any, programs: int, last: tuple[int, int]) -> jax.Array:
+    """What is found after a pass, whose bits and place were ``last``."""
+    bits, place = last
+    if counts is None:
+        return found[...]
+    shape = (pl.next_power_of_2(programs), 2**bits)
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    there = (row < programs) & (column < 2**bits - 1)
+    totals = jnp.sum(load(counts, row * 2**bits + column, there), axis=0, dtype=jnp.int32)
+    # Counts fall as candidates rise. So the number of counts that reach k is the value of the
+    # bits.
+    return found[...] | jnp.sum((totals >= k[...]).astype(jnp.int32), dtype=jnp.int32) << place
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """The bits of magnitudes as int32, which have the same order; 0 for zeros and NaN."""
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return jnp.where((bits >= TINY) & (bits <= INFINITY), bits, 0)
+
+
+def largest(x: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The k largest elements; of those equal to the k-th, the ones with the lowest indices."""
+    if not 0 < x.shape[0] <= HELD:
+        return xla.largest(x, k, functools.partial(search, interpret=interpret))
+    blocks = pl.cdiv(x.shape[0], BLOCK)
+    run = functools.partial(call, warps=BLOCK // WARP, interpret=interpret)
+    kth = search(x, k, interpret=interpret)
+    counts = run(_reach, x, kth, name="top_k_count", out=(ints(blocks), ints(blocks)), grid=blocks)
+    before, left, count = run(
+        functools.partial(_share, k=k),
+        counts,
+        name="top_k_share",
+        out=(ints(blocks), ints(blocks), ints()),
+        grid=1,
+    )
+    values, indices = run(
+        functools.partial(_place, blocks=blocks),
+        x,
+        kth,
+        before,
+        left,
+        count,
+        name="top_k_place",
+        out=(floats(k), ints(k)),
+        grid=blocks + pl.cdiv(k, BLOCK),
+    )
+    return values, indices, count
+
+
+def _block(x: Any, kth: Any, program: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The places and elements of a program, and which are larger than the k-th or equal to it."""
+    places = program * BLOCK + lax.iota(jnp.int32, BLOCK)
+    value = load(x, places, places < x.shape[0])
+    bits, least = magnitude_bits(value), lax.bitcast_convert_type(kth[...], jnp.int32)
+    return places, value, (bits > least).astype(jnp.int32), ((bits == least) & (bits > 0)).astype(jnp.int32)
+
+
+def _reach(x, kth, larger, equal) -> None:
+    program = pl.program_id(0)
+    _, _, above, same = _block(x, kth, program)
+    larger[program] = jnp.sum(above, dtype=jnp.int32)
+    equal[program] = jnp.sum(same, dtype=jnp.int32)
+
+
+def _share(counts, before, left, count, *, k: int) -> None:
+    """For each block, the number of elements taken before it, and how many equal ones it may take."""
+    blocks = counts[0].shape[0]
+    places = lax.iota(jnp.int32, pl.next_power_of_2(blocks))
+    larger, equal = (load(ref, places, places < blocks) for ref in counts)
+    quota = k - jnp.sum(larger, dtype=jnp.int32)
+    equal_before = jnp.cumsum(equal, dtype=jnp.int32) - equal
+    larger_before = jnp.cumsum(larger, dtype=jnp.int32) - larger
+    store(before, places, larger_before + jnp.minimum(equal_before, quota), places < blocks)
+    store(left, places, jnp.maximum(quota - equal_before, 0), places < blocks)
+    count[...] = k - quota + jnp.minimum(jnp.sum(equal, dtype=jnp.int32), quota)
+
+
+def _place(x, kth, before, left, count, values, indices, *, blocks: int) -> None:
+    program = pl.program_id(0)
+
+    @pl.when(program < blocks)
+    def _():
+        places, value, above, same = _block(x, kth, program)
+        # Both ranks from one cumulative sum: a block has fewer than 2**15 elements.
+        both = jnp.cumsum(above << 16 | same, dtype=jnp.int32) - (above << 16 | same)
+        same_before, quota = both & 0xFFFF, left[program]
+        place = before[program] + (both >> 16) + jnp.minimum(same_before, quota)
+        taken = (above > 0) | ((same > 0) & (same_before < quota))
+        store(values, place, value, taken)
+        store(indices, place, places, taken)
+
+    @pl.when(program >= blocks)
+    def _():
+        places = (program - blocks) * BLOCK + lax.iota(jnp.int32, BLOCK)
+        unused = (places >= count[...]) & (places < values.shape[0])
+        store(values, places, jnp.zeros_like(places, values.dtype), unused)
+        store(indices, places, jnp.full_like(places, x.shape[0]), unused)

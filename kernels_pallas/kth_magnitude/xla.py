@@ -54,13 +54,23 @@ class Primitives(NamedTuple):
       search: computes the k-th largest magnitude of a vector, by passes over the whole vector.
       compact: computes ``(values, indices, count)`` of the elements that reach a threshold, in
         buffers of a given capacity.
+      largest: computes the same of the k largest elements of a vector, by passes over the whole
+        vector.
     """
 
     search: Callable[[jax.Array, ArrayLike], jax.Array]
     compact: Callable[[jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
+    largest: Callable[[jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
-PLAIN = Primitives(search, lambda x, threshold, capacity: take(x, above(x, threshold), capacity))
+def largest(
+    x: jax.Array, k: int, search: Callable[[jax.Array, ArrayLike], jax.Array] = search
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The k largest elements; of those equal to the k-th, the ones with the lowest indices."""
+    return take_reached(x, k, reached(x, search(x, k)))
+
+
+PLAIN = Primitives(search, lambda x, threshold, capacity: take(x, above(x, threshold), capacity), largest)
 
 
 def kth_magnitude(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> jax.Array:
@@ -206,6 +216,12 @@ class Reached(NamedTuple):
 def reached(x: jax.Array, threshold: jax.Array) -> Reached:
     """Marks what reaches a magnitude."""
     return Reached(threshold, above(x, threshold), larger(x, threshold))
+
+
+def take_reached(x: jax.Array, k: int, kth: Reached) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Takes the k largest elements, given the k-th magnitude and what reaches it."""
+    equal = kth.words & ~kth.larger
+    return take(x, kth.larger | bitmap.take_first(equal, k - bitmap.count(kth.larger)), k)
 
 
 def larger(x: jax.Array, threshold: jax.Array) -> jax.Array:

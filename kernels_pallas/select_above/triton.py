@@ -36,15 +36,15 @@ from .._triton import call, load, store
 from .xla import reaches
 
 # The number of elements of a block, and of a thread.
-BLOCK = 4096
+BLOCK = 2048
 ELEMENTS = 16
 # A block gets SLACK times as many slots as it has hits on average, because the gradients of
 # layers differ in size. It gets at least SLOTS slots, within the limit in `Plan.of`.
 SLACK = 3
 SLOTS = 64
-# The number of blocks that are ranked at a time, and the number of warps that do it.
-CHUNK = 4096
-RANK_WARPS = 8
+# The number of blocks that one program ranks, and those that a warp ranks.
+CHUNK = 16384
+RANKED = 1024
 # The bytes of the widest memory access.
 ACCESS = 16
 
@@ -248,15 +248,7 @@ def arrange(
       ``(values, indices, count, cleared)``. The first three are as in
       :func:`kernels_pallas.select_above`. ``cleared`` is the vector with ``clear``, or None.
     """
-    before, count = call(
-        functools.partial(_rank, plan=plan),
-        counts,
-        name="select_rank",
-        out=(ints(plan.blocks), ints()),
-        grid=1,
-        warps=RANK_WARPS,
-        interpret=interpret,
-    )
+    before, count = rank(counts, interpret=interpret)
     acc, threshold = again or (None, None)
     cleared, values, indices = call(
         functools.partial(_place, plan=plan),
@@ -270,6 +262,26 @@ def arrange(
         aliases={0: 0} if clear else {},
     )
     return values, indices, count, cleared
+
+
+def rank(counts: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """For each count the sum of those before it, and the sum of all: int32."""
+    blocks = counts.shape[0]
+    chunk = min(pl.next_power_of_2(blocks), CHUNK)
+    chunks = pl.cdiv(blocks, chunk)
+    before, totals = call(
+        functools.partial(_rank, chunk=chunk),
+        counts,
+        name="select_rank",
+        out=(ints(blocks), ints(chunks)),
+        grid=chunks,
+        warps=max(chunk // RANKED, 1),
+        interpret=interpret,
+    )
+    if chunks == 1:
+        return before, totals[0]
+    first, total = rank(totals, interpret=interpret)
+    return before + first[lax.iota(jnp.int32, blocks) // chunk], total
 
 
 def floats(size: int) -> jax.ShapeDtypeStruct:
@@ -309,15 +321,13 @@ def _stage(x, addend, threshold, acc, staged, counts, *, plan: Plan, limit: floa
     plan.run(block, ACCESS // narrowest, body)
 
 
-def _rank(counts, before, total, *, plan: Plan) -> None:
-    def step(i, ranked):
-        places = i * CHUNK + lax.iota(jnp.int32, CHUNK)
-        mask = places < plan.blocks
-        here = load(counts, places, mask)
-        store(before, places, ranked + jnp.cumsum(here, dtype=jnp.int32) - here, mask)
-        return ranked + jnp.sum(here, dtype=jnp.int32)
-
-    total[...] = lax.fori_loop(0, pl.cdiv(plan.blocks, CHUNK), step, jnp.int32(0))
+def _rank(counts, before, totals, *, chunk: int) -> None:
+    program = pl.program_id(0)
+    places = program * chunk + lax.iota(jnp.int32, chunk)
+    mask = places < counts.shape[0]
+    here = load(counts, places, mask)
+    store(before, places, jnp.cumsum(here, dtype=jnp.int32) - here, mask)
+    totals[program] = jnp.sum(here, dtype=jnp.int32)
 
 
 def _place(acc, given: Any, cleared, values, indices, *, plan: Plan) -> None:

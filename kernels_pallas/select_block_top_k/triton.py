@@ -24,10 +24,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .._triton import call, load, store
-from ..select_above.triton import ACCESS, BLOCK, Plan, arrange, ints, ranked
+from ..select_above.triton import ACCESS, ELEMENTS, Plan, arrange, ints, ranked
 from . import slots
 
 ROW = ACCESS // 4
+# The number of elements of a warp. Blocks are found fastest by one warp, whose threads need not
+# wait for others to add up counts.
+WARP = 32 * ELEMENTS
 # The bits of the smallest magnitude that is not zero, and of infinity.
 TINY, INFINITY = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, np.inf))
 
@@ -45,10 +48,10 @@ class BlocksPlan(Plan):
     most: int
 
     @staticmethod
-    def of_blocks(n: int, capacity: int, length: int, most: int) -> "BlocksPlan":
+    def of_blocks(n: int, capacity: int, length: int, most: int, program: int = WARP) -> "BlocksPlan":
+        """A plan in which a program holds one block, or as many as fit in ``program`` elements."""
         width = max(pl.next_power_of_2(length), ROW)
-        # Each of several blocks takes registers of its own, so a program holds half as much.
-        return BlocksPlan(n, capacity, max(BLOCK // 2, width), slots(length, most), length, most)
+        return BlocksPlan(n, capacity, max(program, width), slots(length, most), length, most)
 
     @property
     def blocks(self) -> int:
@@ -174,11 +177,20 @@ def largest(held: Held) -> list[jax.Array]:
         ones = [reaches(column, candidate).astype(jnp.int32) for column in bits]
         return jnp.sum(sum(ones[1:], ones[0]), axis=1, keepdims=True, dtype=jnp.int32)
 
-    def refine(i: jax.Array, least: jax.Array) -> jax.Array:
-        candidate = least | jnp.int32(1) << 30 - i
-        return jnp.where(count(candidate, jnp.greater_equal) >= held.quota, candidate, least)
+    def is_open(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        bit, _, reached = carry
+        return (bit >= 0) & (jnp.max(reached - held.quota) > 0)
 
-    least = lax.fori_loop(0, 31, refine, jnp.zeros_like(held.quota))
+    def refine(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        bit, least, reached = carry
+        candidate = least | jnp.int32(1) << bit
+        here = count(candidate, jnp.greater_equal)
+        enough = here >= held.quota
+        return bit - 1, jnp.where(enough, candidate, least), jnp.where(enough, here, reached)
+
+    # Once exactly the quota reaches a candidate, its other bits do not matter.
+    zero = jnp.zeros_like(held.quota)
+    _, least, _ = lax.while_loop(is_open, refine, (jnp.int32(30), zero, count(zero, jnp.greater)))
     left = held.quota - count(least, jnp.greater)
     equal = [(column == least) & (column > 0) for column in bits]
     ranks, _ = ranked(equal)
@@ -186,7 +198,14 @@ def largest(held: Held) -> list[jax.Array]:
 
 
 def select_block_top_k(
-    x: jax.Array, quota: jax.Array, *, block: int, most: int, capacity: int, interpret: bool = False
+    x: jax.Array,
+    quota: jax.Array,
+    *,
+    block: int,
+    most: int,
+    capacity: int,
+    program: int = WARP,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    plan = BlocksPlan.of_blocks(x.shape[0], capacity, block, most)
+    plan = BlocksPlan.of_blocks(x.shape[0], capacity, block, most, program)
     return select_in_blocks(largest, x, quota, plan=plan, interpret=interpret)[:3]

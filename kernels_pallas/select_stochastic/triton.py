@@ -14,6 +14,9 @@ from ..select_above.xla import reaches
 from ..select_block_top_k.triton import BlocksPlan, Held, select_in_blocks
 from .xla import drawn, norms_of_rows
 
+# A single warp that sums by halves would need more registers than there are.
+PROGRAM = 2048
+
 
 def select_stochastic(
     x: jax.Array,
@@ -26,7 +29,7 @@ def select_stochastic(
     exact: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    plan = BlocksPlan.of_blocks(x.shape[0], capacity, block, most)
+    plan = BlocksPlan.of_blocks(x.shape[0], capacity, block, most, PROGRAM)
     find = functools.partial(_draw, exact=exact)
     values, indices, _, found = select_in_blocks(find, x, quota, words, plan=plan, interpret=interpret)
     return values, indices, jnp.sum(found, dtype=jnp.int32)

@@ -7,9 +7,7 @@ of the superset that reach it.
 import jax
 import jax.numpy as jnp
 
-from .. import bitmap
-from ..kth_magnitude.xla import PLAIN, Marked, Primitives, Reached, in_superset, reached, search_upwards
-from ..select_above.xla import take
+from ..kth_magnitude.xla import PLAIN, Marked, Primitives, in_superset, search_upwards, take_reached
 
 
 def select_top_k(
@@ -20,13 +18,8 @@ def select_top_k(
     return in_superset(
         x,
         k,
-        lambda vector: _take(vector, k, reached(vector, primitives.search(vector, k))),
+        lambda vector: primitives.largest(vector, k),
         primitives,
         marked,
-        lambda lower: _take(x, k, search_upwards(x, k, lower, primitives)),
+        lambda lower: take_reached(x, k, search_upwards(x, k, lower, primitives)),
     )
-
-
-def _take(x: jax.Array, k: int, kth: Reached) -> tuple[jax.Array, jax.Array, jax.Array]:
-    equal = kth.words & ~kth.larger
-    return take(x, kth.larger | bitmap.take_first(equal, k - bitmap.count(kth.larger)), k)
