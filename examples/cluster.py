@@ -25,6 +25,22 @@ def devices(workers: int) -> list[Any]:
     )
 
 
+def on_one_device(workers: int, asked: bool) -> bool:
+    """Whether all workers share the first device.
+
+    They do if it is asked for; else if this is the only process, and has accelerators, but fewer
+    than workers.
+    """
+    alone = jax.process_count() == 1
+    if not asked:
+        return alone and jax.default_backend() != "cpu" and len(jax.devices()) < workers
+    if not alone:
+        raise ValueError("--simulate is for one process, and there are several: leave it out, or --distributed")
+    if workers < 1:
+        raise ValueError(f"{workers} workers can't be simulated: change --workers")
+    return True
+
+
 def own_part(count: int) -> slice:
     """This process's part of a batch of ``count`` examples."""
     each = count // jax.process_count()

@@ -1,8 +1,9 @@
 """Trains a model data-parallel, once with each algorithm, and compares the runs.
 
 Run ``python -m examples.train --help`` from the repository's root. The workers are accelerators
-where there are enough of them, and virtual CPU devices otherwise. They belong to this process, or
-to several processes (docs/clusters.md).
+where there are enough of them. Where there are too few, all workers share the first, and
+``jax.vmap`` simulates them. Without accelerators they are virtual CPU devices. They belong to this
+process, or to several processes (docs/clusters.md), which do not simulate.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import jsparse
 from examples import cluster, report
 from examples.models import DeepSpeech
 from examples.tasks import DATA, MODELS, Task, make_task
+from examples.workers import OnMesh, OnOneDevice, Workers
 from jsparse import quantize, select, wire
 from jsparse.cli import processes
 
@@ -160,13 +162,13 @@ def make_rate(args: argparse.Namespace, every: int) -> optax.ScalarOrSchedule:
 
 
 def make_optimizer(
-    name: str, axis: str | tuple[str, ...], args: argparse.Namespace, every: int
+    name: str, axis: str | tuple[str, ...] | None, args: argparse.Namespace, every: int
 ) -> optax.GradientTransformation:
     """The transformation that follows the all-reduce.
 
     Args:
       name: the algorithm.
-      axis: the mesh axes of the workers.
+      axis: the mesh axes of the workers, among whom norms of layers are shared out; or None.
       args: the command's options.
       every: the number of steps in an epoch.
     """
@@ -177,9 +179,9 @@ def make_optimizer(
         case "adamw":
             return optax.adamw(rate, weight_decay=0.01)
         case "lars":
-            return jsparse.lars(axis, rate)
+            return jsparse.lars(axis, rate) if axis else optax.lars(rate)
         case "lamb":
-            return jsparse.lamb(axis, rate)
+            return jsparse.lamb(axis, rate) if axis else optax.lamb(rate)
     sgd = optax.sgd(rate, momentum=0.9 if args.optimizer == "momentum" and name not in OWN_MOMENTUM else None)
     return optax.chain(optax.trace(1.0), sgd) if name == "ef21_changes" else sgd
 
@@ -209,21 +211,23 @@ def resized(images: jax.Array, side: int) -> jax.Array:
     return jax.image.resize(images, (images.shape[0], side, side, images.shape[3]), "linear")
 
 
-def make_mesh(name: str, workers: int) -> tuple[Mesh, str | tuple[str, ...]]:
-    """The mesh of the workers of all processes, and the names of its axes.
+def make_workers(name: str, args: argparse.Namespace) -> Workers:
+    """The workers of all processes, each on its own device or all on one.
 
     For an algorithm of two levels each process is a node if there are several processes of several
     workers. Otherwise there are two nodes where the number of workers is even, else one.
 
     Args:
       name: the algorithm.
-      workers: the number of workers in each process.
+      args: the command's options.
     """
-    found = np.array(cluster.devices(workers))
-    if name not in TWO_LEVELS:
-        return Mesh(found, ("workers",)), "workers"
-    nodes = jax.process_count() if workers > 1 and jax.process_count() > 1 else 1 + (found.size % 2 == 0)
-    return Mesh(found.reshape(nodes, -1), ("nodes", "gpus")), ("nodes", "gpus")
+    size = args.workers * jax.process_count()
+    nodes = jax.process_count() if args.workers > 1 and jax.process_count() > 1 else 1 + (size % 2 == 0)
+    two = name in TWO_LEVELS
+    shape, axis = ((nodes, size // nodes), ("nodes", "gpus")) if two else ((size,), "workers")
+    if cluster.on_one_device(args.workers, args.simulate):
+        return OnOneDevice(shape, axis, in_turn=jax.default_backend() != "cpu")
+    return OnMesh(Mesh(np.array(cluster.devices(args.workers)).reshape(shape), axis), axis)
 
 
 def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progress.Progress) -> dict[str, Any]:
@@ -252,9 +256,9 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
         sums = [np.asarray(evaluate(params, rest, part)) * len(part[0]) for part in parts]
         return (np.sum(sums, axis=0) / count).tolist()
 
-    mesh, axis = make_mesh(name, args.workers)
+    workers = make_workers(name, args)
     rng = np.random.default_rng(args.seed)
-    size = args.batch * mesh.size
+    size = args.batch * workers.size
     count = len(task.train[0])
     steps = count // size
     if not steps:
@@ -267,13 +271,11 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
             f"{args.model} takes its examples as they are: --resolutions is for {' and '.join(OF_ANY_SIZE)}"
         )
     preset = make_preset(name, args.density, max(1, warm_up_steps(args, steps)))
-    tx = optax.chain(preset, make_optimizer(name, axis, args, steps))
+    tx = optax.chain(preset, make_optimizer(name, workers.shares, args, steps))
     differ = name in REPLICAS_DIFFER
-    step = jsparse.train_step(
+    step = workers.train_step(
         loss_fn,
         tx,
-        mesh,
-        axis,
         params="per_worker" if differ else "replicated",
         model_state="mean" if has_rest else None,
         check_vma=not isinstance(task.model, DeepSpeech),  # optax's CTC loss does not pass the check.
@@ -283,7 +285,7 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
         "algorithm": name,
         "parameters": n,
         "k": max(1, round(args.density * n)),
-        "workers": mesh.size,
+        "workers": workers.size,
         "steps_per_epoch": steps,
         "settings": {key: getattr(args, key) for key in SETTINGS},
         **{figure: [] for figure in FIGURES},
@@ -301,9 +303,11 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
                 first = first if side is None else np.asarray(resized(first, side))
                 start = time.perf_counter()
                 state, loss = step(state, (first, *others))
-                run["loss"].append(float(loss))
+                stats = jsparse.stats(state.opt_state)
+                loss.block_until_ready()
                 run["milliseconds"].append(1e3 * (time.perf_counter() - start))
-                stats = jax.tree.map(np.asarray, jsparse.stats(state.opt_state))
+                loss, stats = jax.device_get((loss, stats))
+                run["loss"].append(float(loss))
                 run["bytes"].append(4 * int(stats.words[0]))
                 run["messages"].append(int(stats.messages[0]))
                 run["selected"].append(stats.selected.tolist())
@@ -311,7 +315,7 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
                 run["updated"].append(int(stats.updated[0]))
                 progress.advance(bar)
             if epoch >= done:
-                mean = jsparse.sync_params(state, axis, mesh=mesh) if differ else state.params
+                mean = workers.sync_params(state) if differ else state.params
                 accuracy, test_loss = tested(mean, state.model_state if has_rest else rest)
                 run["accuracy"].append(accuracy)
                 run["test_loss"].append(test_loss)
@@ -340,6 +344,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=pathlib.Path, help="directory of the data's files; the digits need none")
     parser.add_argument(
         "--workers", type=int, help="workers of each process (default: 8 in one process, 1 in each of several)"
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="all workers share the first device, by jax.vmap (default: if there are accelerators, and fewer than "
+        "workers)",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument("--epochs", type=int, help="epochs of training (default: 40 for digits, 3 for the others)")

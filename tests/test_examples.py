@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from test_readers import learnable
 
 import jsparse
 import processes
-from examples import fill_in, loss_for_a_byte, paper_rule, powersgd, train, unlike
+from examples import cluster, fill_in, loss_for_a_byte, models, paper_rule, powersgd, train, unlike, workers
 from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
@@ -337,6 +338,56 @@ def test_the_demo_trains_on_small_images_first(tmp_path, monkeypatch):
     assert len(run["test_loss"]) == len(run["accuracy"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "model", "in_turn"),
+    [
+        ("oktopk", "fnn3", False),
+        ("hitopk-warmup", "fnn3", True),
+        ("a2sgd", "fnn3", False),
+        ("topk_allgather", "resnet20", True),
+        ("dense", "lstm-an4-small", False),
+    ],
+)
+@pytest.mark.full
+def test_workers_that_share_a_device_do_the_same(algorithm: str, model: str, in_turn: bool, tmp_path, monkeypatch):
+    """Simulated, and on the devices of a mesh."""
+    files = learnable("an4", tmp_path) if model == "lstm-an4-small" else None
+    task = train.make_task(model, "an4" if files else "digits", files, 0)
+    few = task._replace(train=[array[:64] for array in task.train], test=[array[:20] for array in task.test])
+    if model == "resnet20":
+        few = few._replace(model=models.ResNet(1, nnx.Rngs(0), width=4, inputs=1))
+    monkeypatch.setattr(train, "make_task", lambda *_: few)
+    monkeypatch.setattr(train, "OnOneDevice", lambda *args, **_: workers.OnOneDevice(*args, in_turn=in_turn))
+    options = ["--algorithm", algorithm, "--model", model, "--epochs", "2", "--warm-up", "1", "--workers", "4"]
+    options += ["--batch", "8", "--learning-rate", "0.01", "--plot", str(tmp_path / "x.png")]
+    options += ["--json", str(tmp_path / "x.json")]
+    options += ["--resolutions", "4:1"] if model == "resnet20" else []
+    runs = []
+    for more in ([], ["--simulate"]):
+        train.main([*options, *more])
+        runs += json.loads((tmp_path / "x.json").read_text())
+    mesh, simulated = runs
+    for figure in ("bytes", "messages", "selected", "delivered", "updated"):
+        assert simulated[figure] == mesh[figure]
+    for figure in ("loss", "test_loss", "accuracy"):
+        np.testing.assert_allclose(simulated[figure], mesh[figure], rtol=1e-4)
+    assert len(mesh["loss"]) == 4
+    assert len(set(mesh["loss"])) == 4
+
+
+def test_where_workers_stand(monkeypatch):
+    """On accelerators if there are enough, else on one of them, else on CPU devices."""
+    assert not cluster.on_one_device(8, asked=False)
+    assert cluster.on_one_device(8, asked=True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not cluster.on_one_device(8, asked=False)
+    assert cluster.on_one_device(9, asked=False)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not cluster.on_one_device(9, asked=False)
+    with pytest.raises(ValueError, match="leave it out, or --distributed"):
+        cluster.on_one_device(9, asked=True)
+
+
 @pytest.mark.parametrize("steps", [2, 40])
 def test_densities_fall_in_four_parts_of_the_warm_up(steps: int):
     selected = []
@@ -351,9 +402,10 @@ def test_densities_fall_in_four_parts_of_the_warm_up(steps: int):
     assert selected == [count for k in (250, 72, 15, 10) for count in [k] * part] + [10]
 
 
+@pytest.mark.parametrize("simulate", [[], ["--simulate"]], ids=["on a mesh", "simulated"])
 @pytest.mark.full
-def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
-    arguments = ["--algorithm", "oktopk", "--batch", "64"]
+def test_the_demo_goes_on_from_its_checkpoint(simulate: list[str], tmp_path, capsys):
+    arguments = ["--algorithm", "oktopk", "--batch", "64", *simulate]
     arguments += ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
     checkpoint = ["--checkpoint", str(tmp_path / "checkpoints")]
 
@@ -391,6 +443,7 @@ def test_the_demo_goes_on_from_its_checkpoint(tmp_path, capsys):
         (["--resolutions", "8:1 16:2", "--epochs", "2"], "of 2 epochs at most"),
         (["--resolutions", "4:1"], "convnet takes its examples as they are"),
         (["--workers", "0"], "0 workers"),
+        (["--workers", "0", "--simulate"], "0 workers"),
         (["--workers", "1000"], "1000 workers need as many devices"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_training_in_several_processes(count, tmp_path):
     assert "accuracy" in out[0]
     assert not any("accuracy" in text for text in out[1:])
     lines = [json.loads(line) for line in (tmp_path / "gtopk_1.jsonl").read_text().splitlines()]
-    assert [line["algorithm"] for line in lines] == ["dense", "topk_allgather", "gtopk"]
+    assert [line["algorithm"] for line in lines] == ["dense", "topk_allgather", "gtopk-warmup"]
     assert {line["workers"] for line in lines} == {2}
     assert {line["steps"] for line in lines} == {200 // 32}
     # By one process, without this option.

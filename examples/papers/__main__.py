@@ -1,9 +1,9 @@
 """The figures and tables of five papers, made again; and the cost model beside what is measured.
 
 Each figure has a claim of its paper, and the runs that answer it: at the paper's size, for a
-machine with an accelerator for each worker (``--full``), or at a small one, for two cores. Runs
-are lines of JSON, in one file for each figure. What is in a file is not run again, so the program
-may be ended at any time. Then it prints what came out, and draws it.
+machine with an accelerator for each worker, or one for all of them (``--full``), or at a small
+size, for two cores. Runs are lines of JSON, in one file for each figure. What is in a file is not
+run again, so the program may be ended at any time. Then it prints what came out, and draws it.
 
 Run it from the root of a checkout, after ``pip install '.[examples]'``. DIR has a folder for each
 data set, ``mnist``, ``cifar10``, ``ptb``, ``wikitext-2``, ``an4`` and ``atis``, with the standard
@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
             f"there is no figure {', '.join(sorted(unknown))}: without arguments the program says what there is"
         )
 
-    # The workers of trainings are virtual devices. Times are those of one device alone.
+    # Without accelerators the workers of trainings are virtual devices, of which accelerators need
+    # none. Times are those of one device alone.
     devices = max(workers_of(FIGURES[name], args.full) for name in names)
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", devices)

@@ -83,7 +83,7 @@ class Convergence(Figure):
                 f"{setting['workers']} workers can't be divided among {jax.process_count()} processes: start a number "
                 "of processes that divides them"
             )
-        own = setting | {"workers": each, "learning_rate": setting["rate"], "checkpoint": None}
+        own = setting | {"workers": each, "learning_rate": setting["rate"], "checkpoint": None, "simulate": False}
         options = argparse.Namespace(**own)
         with rich.progress.Progress(transient=True, disable=jax.process_index() > 0) as progress:
             run = train.train(setting["algorithm"], task, options, progress)
