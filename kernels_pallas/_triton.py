@@ -1,4 +1,4 @@
-"""The call, the load and the store that all Pallas-Triton kernels use.
+"""The call, the load and the store that all Pallas-Triton kernels use, and the bits of magnitudes.
 
 Each kernel gets whole arrays and computes its own addresses. If Pallas cut an array into blocks,
 a length that is no multiple of the block would put a mask on every block. A mask turns 16-byte
@@ -10,10 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ._varying import alike, varying_axes
+
+# The bits of the smallest magnitude that is not zero, and of infinity.
+TINY, INFINITY = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, np.inf))
 
 
 def call(
@@ -67,3 +72,9 @@ def store(ref: Any, places: jax.Array, values: jax.Array, mask: jax.Array | None
         # have written there. So masked-off lanes get a place past the end.
         places = jnp.where(mask, places, ref.shape[0])
     plgpu.store(ref.at[places], values, mask=mask)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """The bits of magnitudes, which have the same order: int32; 0 for zeros and NaN."""
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return jnp.where((bits >= TINY) & (bits <= INFINITY), bits, 0)

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -92,11 +93,18 @@ def test_inputs_in_turn_exceed_the_cache(monkeypatch):
     monkeypatch.undo()
     for shape in shapes.MODELS:
         size = 4 * shape.n
-        assert timing.sets_of(size) >= 2
-        assert timing.sets_of(size) * size >= 2 * 50 * 2**20
-    calls = timing.jax_calls(lambda x, y: (x, y + x), [[jnp.float32(i), jnp.float32(0)] for i in (1, 10)], (1,))
-    # The output of a call is an input when its set is used again.
-    assert [float(calls(number)[1]) for number in range(6)] == [1, 10, 2, 20, 3, 30]
+        assert timing.sets_of(size) % timing.IN_A_ROW == 0
+        assert timing.sets_of(size) * size >= 2 * 60 * 10**6
+
+
+def test_calls_in_a_row(monkeypatch):
+    """Two calls in a program: each has inputs of its own, and overwrites those that it donates."""
+    monkeypatch.setattr(timing, "IN_A_ROW", 2)
+    sets = [[jnp.float32(i), jnp.float32(0)] for i in (1, 10, 100, 1000)]
+    run = jax.jit(timing.in_a_row(lambda x, y: (x, y + x), (1,)), donate_argnums=0)
+    call = timing.jax_calls(run, sets, (1,))
+    totals = [[float(total) for _, total in call(number)] for number in range(4)]
+    assert totals == [[1, 10], [100, 1000], [2, 20], [200, 2000]]
 
 
 @pytest.mark.parametrize(

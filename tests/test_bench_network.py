@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -331,6 +332,21 @@ def test_selection_alone():
     for _ in range(2):
         selecting()
     np.testing.assert_allclose(selecting._state[0], sum(gradients.worker_gradients(N, 0)[:2]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_profile_in_steps_or_of_their_mean():
+    """Operations on a GPU do not say of which step they are."""
+
+    def event(name: str, ms: float, **told):
+        return types.SimpleNamespace(stats=[("hlo_op", name), *told.items()], duration_ns=ms * 1e6)
+
+    def of(*events):
+        line = types.SimpleNamespace(events=[*events, types.SimpleNamespace(stats=[], duration_ns=9)])
+        return types.SimpleNamespace(planes=[types.SimpleNamespace(lines=[line])])
+
+    steps = profile.operations(of(event("add", 1, run_id=1), event("add", 3, run_id=2)), 2)
+    assert steps == [{"add": 1}, {"add": 3}]
+    assert profile.operations(of(event("add", 1), event("sort", 4), event("add", 3)), 2) == [{"add": 2, "sort": 2}]
 
 
 def test_a_profile_names_functions(tmp_path):

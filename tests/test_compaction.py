@@ -21,6 +21,7 @@ from gpus import abstract, lowered
 from kernels_pallas._implementation import using
 from kernels_pallas._triton import call
 from kernels_pallas.accumulate_and_select import triton, xla
+from kernels_pallas.select_above import triton as select_triton
 from kernels_pallas.select_above.triton import Plan, _stage, compact
 from tiers import quick
 
@@ -268,6 +269,16 @@ def test_inside_control_flow():
 
     got, expected = (jax.jit(steps, static_argnums=0)(name) for name in ("interpret", "xla"))
     assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("blocks", quick([1, 63, 64, 65, 5000], 5000))
+def test_ranks_of_more_blocks_than_a_program_ranks(monkeypatch, blocks: int):
+    """5,000 blocks take 79 programs, and these two more."""
+    monkeypatch.setattr(select_triton, "CHUNK", 64)
+    counts = np.random.default_rng(blocks).integers(0, 100, blocks, np.int32)
+    before, total = jax.jit(functools.partial(select_triton.rank, interpret=True))(counts)
+    np.testing.assert_array_equal(before, np.cumsum(counts) - counts)
+    assert total == counts.sum()
 
 
 @pytest.mark.parametrize("n", [4096 * 3, 14_728_266])

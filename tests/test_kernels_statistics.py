@@ -175,23 +175,26 @@ def test_blocks_of_unlike_size_combine():
     assert_describes(statistics("interpret", BLOCK)(x[-2 * BLOCK :], THRESHOLDS, None), x[-2 * BLOCK :], THRESHOLDS)
 
 
-# The search in a superset needs more than 4 * SAMPLE elements. Passes by the kernel over the
-# whole vector need more than SHORT.
+# The search in a superset needs more than 4 * SAMPLE elements. Vectors of more than HELD elements
+# are searched by passes, and of more than SHORT by passes of the kernel.
 FORMS = ("interpret", "xla")
 N, SAMPLE, SHORT = 3001, 256, 1500
 RANKS = (30, 2000)
 
 
-@pytest.fixture
-def short(monkeypatch):
+@pytest.fixture(params=quick([0, 2**22], 2**22), ids=["passes", "held"])
+def held(monkeypatch, request):
     """Lowers the limits, so that vectors short enough for the interpreter count as long."""
     monkeypatch.setattr(kth_xla, "SAMPLE", SAMPLE)
     monkeypatch.setattr(counts_triton, "SHORT", SHORT)
     monkeypatch.setattr(kth_triton, "SHORT", SHORT)
+    monkeypatch.setattr(kth_triton, "HELD", request.param)
+    return request.param
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def select_all(x, k: int, form: str):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def select_all(x, k: int, form: str, held: int):
+    del held  # The function is traced again where the limit is another.
     return {
         "kth_magnitude": kernels_pallas.kth_magnitude(x, k, implementation=form),
         "top_k": kernels_pallas.select_top_k(x, k, implementation=form),
@@ -201,11 +204,11 @@ def select_all(x, k: int, form: str):
 
 
 @pytest.mark.parametrize("k", quick(RANKS, RANKS[-1]))
-def test_selection_is_the_same_to_the_bit(k: int, short):
+def test_selection_is_the_same_to_the_bit(k: int, held: int):
     assert (kth_xla.superset_capacity(N, k) is None) == (k == RANKS[-1])
     for name in INPUTS:
         x = make(name, N)
-        got, expected = (select_all(x, k, form) for form in ("interpret", "xla"))
+        got, expected = (select_all(x, k, form, held) for form in ("interpret", "xla"))
         if np.isnan(x).any():
             # With few searches the result depends on the norms, which are undefined with NaN.
             del got["few searches"], expected["few searches"]
@@ -234,6 +237,16 @@ def test_estimates_are_the_same():
     ]
     for name in INPUTS:
         np.testing.assert_array_equal(*(estimate(make(name, N), ranks) for estimate in estimates))
+
+
+@pytest.mark.parametrize("n, k", quick([(1, 1), (512, 40), (70_001, 60_000), (150_000, 700)], (70_001, 60_000)))
+def test_the_largest_of_a_vector_that_programs_hold(n: int, k: int):
+    """Of several blocks, with ties in all of them, and of fewer elements than are asked for."""
+    rng = np.random.default_rng(n)
+    normal = rng.standard_normal(n).astype(np.float32)
+    for x in (normal, np.round(normal), np.where(normal > 2, normal, 0)):
+        got = jax.jit(functools.partial(kth_triton.largest, k=k, interpret=True))(x)
+        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(functools.partial(kth_xla.largest, k=k))(x))
 
 
 def test_passes_share_the_bits():

@@ -89,7 +89,7 @@ def measure(form: Form, n: int, density: float, hosts: int, repeats: int) -> dic
             for number in range(repeats):
                 state, _ = jax.block_until_ready(program(grads[number % len(grads)], state))
         (trace,) = pathlib.Path(folder).glob("**/*.xplane.pb")
-        steps = operations(jax.profiler.ProfileData.from_file(str(trace)))
+        steps = operations(jax.profiler.ProfileData.from_file(str(trace)), repeats)
     if not steps:
         raise ValueError("JAX's profiler saw no operations: has this process an environment that turns it off?")
     sources = Sources(program.as_text() or "")
@@ -110,15 +110,21 @@ def measure(form: Form, n: int, density: float, hosts: int, repeats: int) -> dic
     }
 
 
-def operations(profile: Any) -> list[dict[str, float]]:
-    """For each step of a ``jax.profiler.ProfileData``, the milliseconds of each operation."""
+def operations(profile: Any, repeats: int) -> list[dict[str, float]]:
+    """For each step of a ``jax.profiler.ProfileData``, the milliseconds of each operation.
+
+    On a GPU operations do not say of which step they are. The result is then one step: the mean of
+    ``repeats`` steps.
+    """
     steps: dict[Any, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
                 told = dict(event.stats)
                 if "hlo_op" in told:
-                    steps[told["run_id"]][str(told["hlo_op"])] += event.duration_ns / 1e6
+                    steps[told.get("run_id")][str(told["hlo_op"])] += event.duration_ns / 1e6
+    if None in steps:
+        return [{name: ms / repeats for name, ms in steps[None].items()}]
     return list(steps.values())
 
 

@@ -8,8 +8,7 @@ from .._implementation import choose
 from .._varying import alike
 from . import xla
 
-# The kernel does the same as XLA's scatter. It is chosen nowhere until a measurement shows that
-# it is faster.
+# The kernel does the same as XLA's scatter. On an H100 the scatter is faster for long lists.
 ON_CUDA = "xla"
 
 
@@ -36,7 +35,7 @@ def add_sparse(
         break these rules have undefined results.
       scale: a scalar, such as minus the learning rate.
       implementation: ``"xla"``, ``"triton"`` or ``"interpret"``. None means the plain form
-        everywhere: the kernel has not been measured beside XLA's scatter yet.
+        everywhere: on an H100 XLA's scatter was faster than the kernel for long lists.
 
     Returns:
       A vector of the shape and type of ``dense``.

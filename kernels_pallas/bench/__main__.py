@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m kernels_pallas.bench",
         description=__doc__,
-        epilog="Calls are queued in groups, and the time ends when the last call of a group is done. Figures are "
-        "medians over the groups. Several sets of inputs, which together exceed the cache, are used in turn. Before "
-        "a kernel is timed, its results are compared with those of the plain form.",
+        epilog=f"{IN_A_ROW} calls make a program. Programs are queued in groups, and the time ends when the last one "
+        "of a group is done. Figures are medians over the groups. Several sets of inputs, which together exceed the "
+        "cache, are used in turn. Before a kernel is timed, its results are compared with those of the plain form.",
     )
     parser.add_argument(
         "--size", type=int, nargs="+", metavar="N", help="lengths of the vectors (default: those of the papers)"
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--clustered", action="store_true", help="put the large elements of gradients in a sixteenth of the vector"
     )
-    parser.add_argument("--groups", type=int, default=9, help="number of timed groups of calls (default 9)")
+    parser.add_argument("--groups", type=int, default=9, help="number of timed groups of programs (default 9)")
     parser.add_argument("--seconds", type=float, default=0.03, help="aimed duration of a group (default 0.03)")
     parser.add_argument("--check", action="store_true", help="compare the results, and time nothing")
     parser.add_argument(

@@ -19,7 +19,7 @@ from jax import lax
 # The bytes of the largest cache that the inputs must exceed: the L2 cache of an H200.
 CACHE = 60 * 10**6
 MOST_SETS = 64
-# The number of calls in a program.
+# The number of calls in a program. With more of them, programs would take long to compile.
 IN_A_ROW = 4
 MOST_PROGRAMS = 1000
 

@@ -13,34 +13,29 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import ArrayLike
 
-from .._triton import call, load, store
+from .._triton import call, load, magnitude_bits, store
 from .._varying import varying_as
 from ..count_above_many.triton import SHORT, count_above_many
 from ..select_above import select_above
-from ..select_above.triton import floats, ints
+from ..select_above.triton import WARP, floats, ints
 from . import xla
 from .xla import Primitives
 
 Carry = TypeVar("Carry")
 
-# The longest vector that programs hold; how many programs there are at least, where each has its
-# LEAST elements; and the most elements of one.
+# The longest vector that programs hold; how many of them are wanted; and the fewest and the most
+# elements that one of them holds.
 HELD = 2**22
 PROGRAMS = 128
-LEAST, MOST = 512, 8192
-# The elements of a warp, and how many candidates it counts at once: each count alone would wait
-# for all threads.
-WARP = 512
+FEWEST, MOST = 512, 8192
+# How many candidates are counted at once: for each count alone threads would wait for each other.
 AT_ONCE = 8
 # The elements of a program that selects.
 BLOCK = 2048
-# The bits of the smallest magnitude that is not zero, and of infinity.
-TINY, INFINITY = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, np.inf))
 
 
 def primitives(interpret: bool = False) -> Primitives:
@@ -94,28 +89,34 @@ def passes(n: int, bits: int) -> list[int]:
 
 
 def evenly(bits: int, most: int) -> list[int]:
-    """Divides bits into the fewest parts of at most ``most``, nearly equal, the larger ones first."""
+    """The fewest parts of at most ``most`` bits each, nearly equal, the larger ones first."""
     count = -(-bits // most)
     return [bits // count + (i < bits % count) for i in range(count)]
 
 
 def _search_held(x: jax.Array, k: ArrayLike, *, interpret: bool) -> jax.Array:
-    part = min(max(pl.next_power_of_2(pl.cdiv(x.shape[0], PROGRAMS)), LEAST), MOST)
+    """The search in a vector that programs hold, each a part of it.
+
+    A kernel first settles the bits of the pass before from what all programs counted, and then
+    counts for the next ones. So a pass is one kernel.
+    """
+    part = min(max(pl.next_power_of_2(pl.cdiv(x.shape[0], PROGRAMS)), FEWEST), MOST)
     programs = pl.cdiv(x.shape[0], part)
     run = functools.partial(call, warps=part // WARP, interpret=interpret, name="kth_magnitude")
     k, found, counts, last = jnp.asarray(k, jnp.int32), jnp.int32(0), None, (0, 31)
+    # The more programs, the more counts each of them reads.
     for bits in evenly(31, 6 if programs <= PROGRAMS else 4):
-        pass_ = functools.partial(_count, part=part, programs=programs, last=last, bits=bits)
-        found, counts = run(
-            pass_, x, k, found, counts, out=(ints(), ints(programs * 2**bits)), grid=programs
-        )
+        count = functools.partial(_count, programs=programs, part=part, last=last, bits=bits)
+        found, counts = run(count, x, k, found, counts, out=(ints(), ints(programs * 2**bits)), grid=programs)
         last = bits, last[1] - bits
     settle = functools.partial(_settle, programs=programs, last=last)
     (found,) = run(settle, k, found, counts, out=(ints(),), grid=1)
     return lax.bitcast_convert_type(found, x.dtype)
 
 
-def _count(x, k, found, counts, new_found, new_counts, *, part: int, programs: int, last: tuple, bits: int) -> None:
+def _count(
+    x, k, found, counts, new_found, new_counts, *, programs: int, part: int, last: tuple[int, int], bits: int
+) -> None:
     """Counts the elements of a program that reach each candidate for the next ``bits`` bits."""
     program = pl.program_id(0)
     least = _settled(k, found, counts, programs, last)
@@ -126,7 +127,6 @@ def _count(x, k, found, counts, new_found, new_counts, *, part: int, programs: i
 
     places = program * part + lax.iota(jnp.int32, part)
     magnitudes = magnitude_bits(load(x, places, places < x.shape[0]))
-
     at_once = min(2**bits, AT_ONCE)
 
     def count(i, _):
@@ -139,13 +139,13 @@ def _count(x, k, found, counts, new_found, new_counts, *, part: int, programs: i
     lax.fori_loop(0, 2**bits // at_once, count, None)
 
 
-def _settle(k, found, counts, new_found, *, programs: int, last: tuple) -> None:
+def _settle(k, found, counts, new_found, *, programs: int, last: tuple[int, int]) -> None:
     new_found[...] = _settled(k, found, counts, programs, last)
 
 
 def _settled(k: Any, found: Any, counts: Any, programs: int, last: tuple[int, int]) -> jax.Array:
-    """What is found after a pass, whose bits and place were ``last``."""
-    bits, place = last
+    """What is found after a pass. ``last`` is how many bits it was for, and how many are left."""
+    bits, left = last
     if counts is None:
         return found[...]
     shape = (pl.next_power_of_2(programs), 2**bits)
@@ -154,17 +154,15 @@ def _settled(k: Any, found: Any, counts: Any, programs: int, last: tuple[int, in
     totals = jnp.sum(load(counts, row * 2**bits + column, there), axis=0, dtype=jnp.int32)
     # Counts fall as candidates rise. So the number of counts that reach k is the value of the
     # bits.
-    return found[...] | jnp.sum((totals >= k[...]).astype(jnp.int32), dtype=jnp.int32) << place
-
-
-def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of magnitudes as int32, which have the same order; 0 for zeros and NaN."""
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return jnp.where((bits >= TINY) & (bits <= INFINITY), bits, 0)
+    return found[...] | jnp.sum((totals >= k[...]).astype(jnp.int32), dtype=jnp.int32) << left
 
 
 def largest(x: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The k largest elements; of those equal to the k-th, the ones with the lowest indices."""
+    """The k largest elements; of those equal to the k-th, the ones with the lowest indices.
+
+    After the search one kernel counts what each block has of either kind, one computes where the
+    elements of each block begin in the result, and one places them.
+    """
     if not 0 < x.shape[0] <= HELD:
         return xla.largest(x, k, functools.partial(search, interpret=interpret))
     blocks = pl.cdiv(x.shape[0], BLOCK)
@@ -208,7 +206,7 @@ def _reach(x, kth, larger, equal) -> None:
 
 
 def _share(counts, before, left, count, *, k: int) -> None:
-    """For each block, the number of elements taken before it, and how many equal ones it may take."""
+    """How many elements are taken before each block, and how many equal ones are left for it."""
     blocks = counts[0].shape[0]
     places = lax.iota(jnp.int32, pl.next_power_of_2(blocks))
     larger, equal = (load(ref, places, places < blocks) for ref in counts)

@@ -76,7 +76,6 @@ def _kernel(x: Any, add: Any, thresholds: Any, part: xla.Part | None, counts: An
             for ref, statistic in zip(part, xla.describe(value), strict=True):
                 ref[program] = statistic
         if counts is not None:
-
             # Two at a time, in the halves of a word: threads wait once for the sum of both.
             def reached(j):
                 return (jnp.abs(value) >= xla.least(thresholds[j])).astype(jnp.int32)

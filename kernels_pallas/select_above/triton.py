@@ -6,7 +6,7 @@ slots.
 
 1. **stage**, one program for each block: reads the block, ranks its hits by a cumulative sum,
    writes the first hits to the slots of the block, and writes the number of hits.
-2. **rank**, one program: computes the number of hits before each block.
+2. **rank**, one program up to 16,384 blocks: computes the number of hits before each block.
 3. **place**, one program for each group of blocks: moves hits from the slots to their places in
    the result. A block with more hits than slots is read again, and its hits are placed directly.
    So the number of slots does not change the result. Without slots every block is read again: the
@@ -35,14 +35,14 @@ from .. import bitmap
 from .._triton import call, load, store
 from .xla import reaches
 
-# The number of elements of a block, and of a thread.
+# The number of elements of a block, and of a warp: 16 for each of its 32 threads.
 BLOCK = 2048
-ELEMENTS = 16
+WARP = 512
 # A block gets SLACK times as many slots as it has hits on average, because the gradients of
 # layers differ in size. It gets at least SLOTS slots, within the limit in `Plan.of`.
 SLACK = 3
 SLOTS = 64
-# The number of blocks that one program ranks, and those that a warp ranks.
+# The number of blocks that one program ranks at most, and that a warp ranks.
 CHUNK = 16384
 RANKED = 1024
 # The bytes of the widest memory access.
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        return max(self.block // (32 * ELEMENTS), 1)
+        return max(self.block // WARP, 1)
 
     @property
     def group(self) -> int:

@@ -19,20 +19,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .._triton import call, load, store
-from ..select_above.triton import ACCESS, ELEMENTS, Plan, arrange, ints, ranked
+from .._triton import call, load, magnitude_bits, store
+from ..select_above.triton import ACCESS, WARP, Plan, arrange, ints, ranked
 from . import slots
 
 ROW = ACCESS // 4
-# The number of elements of a warp. Blocks are found fastest by one warp, whose threads need not
-# wait for others to add up counts.
-WARP = 32 * ELEMENTS
-# The bits of the smallest magnitude that is not zero, and of infinity.
-TINY, INFINITY = (int(np.float32(x).view(np.int32)) for x in (np.finfo(np.float32).tiny, np.inf))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +43,10 @@ class BlocksPlan(Plan):
 
     @staticmethod
     def of_blocks(n: int, capacity: int, length: int, most: int, program: int = WARP) -> "BlocksPlan":
-        """A plan in which a program holds one block, or as many as fit in ``program`` elements."""
+        """A plan in which a program holds one block, or as many as ``program`` elements are.
+
+        By default that is a warp, whose threads need not wait for others to add up counts.
+        """
         width = max(pl.next_power_of_2(length), ROW)
         return BlocksPlan(n, capacity, max(program, width), slots(length, most), length, most)
 
@@ -170,8 +167,7 @@ def _stage(x, quota, given, staged, counts, found, *, find: Callable[..., list[j
 
 def largest(held: Held) -> list[jax.Array]:
     """The ``quota`` largest magnitudes of each block, except zeros and NaN."""
-    bits = [lax.bitcast_convert_type(jnp.abs(column), jnp.int32) for column in held.columns]
-    bits = [jnp.where((column >= TINY) & (column <= INFINITY), column, 0) for column in bits]
+    bits = [magnitude_bits(column) for column in held.columns]
 
     def count(candidate: jax.Array, reaches: Callable[..., jax.Array]) -> jax.Array:
         ones = [reaches(column, candidate).astype(jnp.int32) for column in bits]
