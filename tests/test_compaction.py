@@ -308,8 +308,8 @@ def test_lowers_for_cuda_under_vmap():
 
 def test_slots_follow_the_density():
     assert Plan.of(10**8, 10**5).slots == 64
-    assert Plan.of(10**8, 10**6).slots == 128
-    assert Plan.of(10**8, 8 * 10**6).slots == 512
+    assert Plan.of(10**8, 2 * 10**6).slots == 128
+    assert Plan.of(10**8, 8 * 10**6).slots == 256
     assert Plan.of(10**8, 2 * 10**7).slots == 0
     assert Plan.of(1, 1, block=128).slots == 0
     assert Plan.of(10**6, 10**5, block=128, slots=4096).slots == 128
