@@ -19,6 +19,7 @@ import kernels_pallas
 from gpus import lowered
 from jsparse.bench import select as bench_select
 from kernels_pallas import _implementation
+from kernels_pallas._triton import call
 from kernels_pallas.count_above_many import triton as counts_triton
 from kernels_pallas.kth_magnitude import triton as kth_triton
 from kernels_pallas.kth_magnitude import xla as kth_xla
@@ -248,6 +249,23 @@ def test_the_largest_of_a_vector_that_programs_hold(given: tuple[int, int]):
     for x in (normal, np.round(normal), np.where(normal > 2, normal, 0)):
         got = jax.jit(functools.partial(kth_triton.largest, k=k, interpret=True))(x)
         jax.tree.map(np.testing.assert_array_equal, got, jax.jit(functools.partial(kth_xla.largest, k=k))(x))
+
+
+def test_no_more_of_equal_elements_are_placed():
+    """An element too many would be in the place of the next block's first one, or past the end."""
+    count = jnp.int32(3)
+    values, indices = call(
+        functools.partial(kth_triton._place, blocks=1),
+        *(jnp.full(8, 2.0), jnp.float32(2), jnp.zeros(1, jnp.int32), jnp.array([3]), count),
+        name="place",
+        out=(kth_triton.floats(8), kth_triton.ints(8)),
+        grid=1,
+        warps=1,
+        interpret=True,
+    )
+    np.testing.assert_array_equal(indices[:3], [0, 1, 2])
+    assert (values[:3] == 2).all()
+    assert not (values[3:] == 2).any()
 
 
 def test_passes_share_the_bits():
