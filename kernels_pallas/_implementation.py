@@ -32,7 +32,8 @@ def using(implementation: str | None) -> Iterator[None]:
     Args:
       implementation: ``"xla"`` is the plain JAX form. ``"triton"`` and ``"mosaic"`` are kernels.
         ``"interpret"`` is the Triton kernel in Pallas's interpreter: it runs on any backend,
-        slowly. With ``None`` each operation chooses for itself.
+        slowly, and in ``shard_map`` with ``check_vma=False``. With ``None`` each operation chooses
+        for itself.
 
     Raises:
       ValueError: there is no implementation of this name.

@@ -18,6 +18,7 @@ import kernels_pallas
 from gpus import Compiled, lowered, needs_plugin
 from kernels_pallas import _implementation
 from kernels_pallas.bench.operations import draw, in_blocks, operations
+from kernels_pallas.kth_magnitude import triton as kth_triton
 from kernels_pallas.select_block_top_k import LONGEST
 from kernels_pallas.shapes import MODELS, Shape
 from tiers import quick
@@ -130,6 +131,16 @@ def test_nothing_long_is_copied(name: str, form: str):
     found = compiled(name, form)
     assert not re.findall(rf"= f32\[{VGG.n}\]\S* copy(?:-start)?\(", found.text)
     assert found.memory.temp_size_in_bytes < VGG.n * FLOAT / 5
+
+
+@needs_plugin
+@pytest.mark.xdist_group("cuda")
+@pytest.mark.parametrize("n", quick([65_536, 200_000, kth_triton.HELD], 200_000))
+def test_the_search_fits_the_registers(n: int):
+    """In programs of the fewest, of some and of the most elements: the compiler refuses spills."""
+    kernels = Compiled(functools.partial(kth_triton.largest, k=n // 2), jax.ShapeDtypeStruct((n,), jnp.float32)).kernels
+    named = {re.sub(r"(_+\d+)?$", "", kernel.name) for kernel in kernels}
+    assert named == {"kth_magnitude", "top_k_count", "top_k_share", "top_k_place"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 
-# The bytes of the largest cache that the inputs must exceed: the L2 cache of an H200.
+# The bytes of the largest cache that the inputs must exceed: no less than the L2 cache of an H200.
 CACHE = 60 * 10**6
 MOST_SETS = 64
 # The number of calls in a program. With more of them, programs would take long to compile.

@@ -1,9 +1,9 @@
 """The primitives of the exact k-th magnitude on a GPU.
 
-A vector that fits is held by the programs of one kernel, each with its part in registers: after
-each kernel, which finds several bits, the next one reads what all of them counted. So a search
-takes few kernels, and a short one takes about as long as these take to start. A longer vector is
-read by counting passes. The compaction is that of ``select_above``.
+A vector that is not too long is searched by a few kernels, each of which finds several bits. Each
+program first reads what all programs of the kernel before counted, and then counts in its own part
+of the vector, which its registers hold. Such a search takes little longer than its kernels take to
+start. A longer vector is read by counting passes. The compaction is that of ``select_above``.
 """
 
 import functools
@@ -135,7 +135,7 @@ def _count(
         reached = (magnitudes[None, :] >= candidates[:, None]).astype(jnp.int32)
         store(new_counts, program * 2**bits + number, jnp.sum(reached, axis=1, dtype=jnp.int32))
 
-    # The last one is no candidate, and its count is not read.
+    # The last one is no candidate, and its count is not used.
     lax.fori_loop(0, 2**bits // at_once, count, None)
 
 
@@ -150,11 +150,11 @@ def _settled(k: Any, found: Any, counts: Any, programs: int, last: tuple[int, in
         return found[...]
     shape = (pl.next_power_of_2(programs), 2**bits)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    there = (row < programs) & (column < 2**bits - 1)
-    totals = jnp.sum(load(counts, row * 2**bits + column, there), axis=0, dtype=jnp.int32)
+    totals = jnp.sum(load(counts, row * 2**bits + column, row < programs), axis=0, dtype=jnp.int32)
     # Counts fall as candidates rise. So the number of counts that reach k is the value of the
-    # bits.
-    return found[...] | jnp.sum((totals >= k[...]).astype(jnp.int32), dtype=jnp.int32) << left
+    # bits. The last count is of no candidate.
+    reached = (totals >= k[...]) & (lax.iota(jnp.int32, 2**bits) < 2**bits - 1)
+    return found[...] | jnp.sum(reached.astype(jnp.int32), dtype=jnp.int32) << left
 
 
 def largest(x: jax.Array, k: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:

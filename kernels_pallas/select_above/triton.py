@@ -6,7 +6,8 @@ slots.
 
 1. **stage**, one program for each block: reads the block, ranks its hits by a cumulative sum,
    writes the first hits to the slots of the block, and writes the number of hits.
-2. **rank**, one program up to 16,384 blocks: computes the number of hits before each block.
+2. **rank**, one program for each 16,384 blocks: computes the number of hits before each block. If
+   it takes several programs, a second kernel ranks their totals, and XLA adds those.
 3. **place**, one program for each group of blocks: moves hits from the slots to their places in
    the result. A block with more hits than slots is read again, and its hits are placed directly.
    So the number of slots does not change the result. Without slots every block is read again: the

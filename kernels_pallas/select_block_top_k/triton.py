@@ -5,8 +5,8 @@ registers which elements are hits. It writes the first hits of each block, up to
 slots of the block. Each block has at least as many slots as its quota. Then the kernels **rank**
 and **place** of ``select_above`` move the hits from the slots to the result.
 
-The quota-th largest magnitude of a block is found bit by bit: bits of magnitudes, read as
-integers, have the same order as the magnitudes.
+A magnitude that exactly the quota of a block reaches is found bit by bit: bits of magnitudes, read
+as integers, have the same order as the magnitudes. If there is none, it is the quota-th largest.
 
 If a share ``d`` of the elements is selected, each element takes ``4 + 24 d`` bytes of memory
 traffic.
