@@ -58,7 +58,7 @@ class OnOneDevice:
       axis: their names.
       in_turn: whether gradients are computed for one worker after the other. At once, the
         gradients of kernels are convolutions in groups. In turn they are convolutions in a loop,
-        for which XLA has no fast form on CPUs: a step of ResNet-20 takes nine times as long.
+        which are slow on CPUs. On GPUs the two were not compared.
     """
 
     shape: tuple[int, ...]
