@@ -367,6 +367,7 @@ def test_workers_along_two_axes():
     jax.tree.map(lambda got, own: close(got, np.asarray(own)[3]), ended, step.sync_params(state).params)
 
 
+@pytest.mark.full
 def test_replicas_that_agree_are_as_good():
     """With an all-reduce that agrees, parameters per worker train as replicated ones do."""
     members = jsparse.topk_allgather(AXIS, density=0.3), optax.adam(0.01)

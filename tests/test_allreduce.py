@@ -135,6 +135,7 @@ def test_crowds_are_dealt_evenly(crowd: str):
     assert dense[0] - LENGTH // P * (P - 1) <= 1.2 * 2 * K * (P - 1) / P
 
 
+@pytest.mark.full
 def test_no_region_is_gathered_that_has_more_elements_than_a_worker():
     """At worst all elements are dealt to one owner. Then the workers' own vectors are gathered."""
     sets = [np.flatnonzero(oracles.owners(LENGTH, P) == 1)[w::8][:K] for w in range(P)]

@@ -63,6 +63,7 @@ def test_a_small_benchmark(tmp_path, capsys):
     assert not results["topk_allgather", "20mbit"]["dense_update"]
 
 
+@pytest.mark.full
 @needs_network
 def test_a_small_benchmark_of_several_devices(tmp_path):
     """What a host's devices send to each other is not on its link."""
@@ -80,6 +81,7 @@ def test_a_small_benchmark_of_several_devices(tmp_path):
     assert "stated_bytes" not in forms["torus"]
 
 
+@pytest.mark.full
 @needs_network
 def test_forms_in_several_processes(tmp_path, monkeypatch):
     """Programs of the first do not reach the second."""
@@ -349,6 +351,7 @@ def test_a_profile_in_steps_or_of_their_mean():
     assert profile.operations(of(event("add", 1), event("sort", 4), event("add", 3)), 2) == [{"add": 2, "sort": 2}]
 
 
+@pytest.mark.full
 def test_a_profile_names_functions(tmp_path):
     """Most of the computing is told by function, and no operation is counted twice."""
     path = tmp_path / "profile.json"

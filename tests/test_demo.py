@@ -58,6 +58,7 @@ def test_it_is_the_published_algorithm(mean: str):
         np.testing.assert_allclose(kept, momenta, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_leaf_of_its_own_begins_with_a_tile():
     """And what is too short for that goes densely, as it is."""
     tx = jsparse.demo(AXIS, k=K, chunk=SIDE, mean="workers", scope="leaf", dense_below=20)
@@ -75,6 +76,7 @@ def test_a_leaf_of_its_own_begins_with_a_tile():
         assert np.count_nonzero(np.abs(coefficients[0]) > 1e-4) <= SIZE * (K * -(-coefficients.shape[1] // SIDE**2))
 
 
+@pytest.mark.full
 def test_signs_alone():
     """In DisTrO's code what signs round away is lost; by default it is kept."""
     signs = wire.Compact(quantize.Sign(None, zeros=False))
@@ -97,6 +99,7 @@ def test_signs_alone():
     assert lost["lost"] > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:subtract is 'sent'")
 def test_each_worker_has_a_vote():
     """In DisTrO values are -1 and 1; with a magnitude the worker of large gradients decides."""
@@ -118,6 +121,7 @@ def test_each_worker_has_a_vote():
     assert agree["one"] < 0.9
 
 
+@pytest.mark.full
 def test_huge_gradients_leave_it_finite():
     """Sums of a tile's elements would pass the largest float."""
     params = jnp.zeros((64, 64))

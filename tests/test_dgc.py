@@ -108,6 +108,7 @@ def test_a_bad_step_leaves_the_velocity(options):
     assert any(np.any(bucket.memory.velocity) for bucket in after.buckets)
 
 
+@pytest.mark.full
 def test_the_velocity_is_placed_with_its_worker():
     mesh = transports.mesh(SIZE)
     tx = optax.chain(jsparse.dgc(AXIS, density=DENSITY), optax.sgd(0.1))
@@ -118,6 +119,7 @@ def test_the_velocity_is_placed_with_its_worker():
     assert not hasattr(ordinary.buckets[0].memory, "velocity")
 
 
+@pytest.mark.full
 def test_no_more_is_copied_than_without_a_velocity():
     """Residual and velocity are updated in place."""
     n, mesh, along = 1_000_000, transports.mesh(SIZE), PartitionSpec(AXIS)

@@ -53,6 +53,7 @@ def test_it_is_the_published_algorithm():
         np.testing.assert_allclose(updates["bias"][0], gradient["bias"].mean(0), atol=1e-6)
 
 
+@pytest.mark.full
 def test_momenta_apart_are_one_momentum():
     """The updates of P workers are those of one worker with the mean gradient."""
     size = 4
@@ -67,6 +68,7 @@ def test_momenta_apart_are_one_momentum():
         np.testing.assert_allclose(np.asarray(many.buckets[0].residual).mean(0), one.buckets[0].residual[0], atol=1e-3)
 
 
+@pytest.mark.full
 def test_a_small_direction_of_a_long_matrix_is_one():
     """Of 50,000 rows the rounding is far below a singular value of 0.4 % of the largest."""
     rng = np.random.default_rng(0)

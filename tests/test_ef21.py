@@ -8,6 +8,7 @@ import pytest
 
 import jsparse
 import oracles
+from tiers import quick
 from transports import AXIS
 
 SIZE, N, K = 4, 300, 15
@@ -50,7 +51,7 @@ def test_it_is_the_published_algorithm(momentum: float):
         np.testing.assert_allclose(memory.velocity - memory.residual, known, atol=2e-5)
 
 
-@pytest.mark.parametrize("make", [jsparse.allreduce.OkTopk, jsparse.allreduce.GTopk])
+@pytest.mark.parametrize("make", quick([jsparse.allreduce.OkTopk, jsparse.allreduce.GTopk], jsparse.allreduce.GTopk))
 def test_the_estimate_is_the_mean_of_what_is_known(make):
     """Over any all-reduce: h is the mean of v - residual."""
     state, update = start(jsparse.ef21(AXIS, density=K / N, allreduce=make()))
@@ -98,6 +99,7 @@ def test_a_bad_step_changes_nothing():
     np.testing.assert_array_equal(flat(skipped), flat(straight))
 
 
+@pytest.mark.full
 def test_small_leaves_go_densely():
     tx = jsparse.ef21(AXIS, density=0.05, momentum=0.5, dense_below=150)
     state, update = start(tx)
@@ -131,6 +133,7 @@ def test_huge_gradients_leave_it_finite():
     assert np.abs(flat(updates)).max() < 1e32
 
 
+@pytest.mark.full
 def test_changes_that_float16_does_not_hold():
     """A change of twice the largest gradient is finite in its leaf's type."""
     tx = jsparse.ef21(AXIS, density=1.0, momentum=0.0)

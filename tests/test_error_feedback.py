@@ -133,7 +133,10 @@ def test_what_is_sent_is_for_what_selects():
             jsparse.sparse_allreduce(AXIS, select=jsparse.select.TopK(0.05), allreduce=allreduce, error_feedback=sent)
 
 
-@pytest.mark.parametrize("make", [jsparse.allreduce.OkTopk, jsparse.allreduce.GTopk, jsparse.allreduce.CyclicTopK])
+REDUCERS = [jsparse.allreduce.OkTopk, jsparse.allreduce.GTopk, jsparse.allreduce.CyclicTopK]
+
+
+@pytest.mark.parametrize("make", quick(REDUCERS, jsparse.allreduce.GTopk))
 def test_what_is_sent_loses_no_element_that_was_not_delivered(make):
     """On a lossless wire it is the default: what a global top-k cuts is kept."""
     with pytest.warns(UserWarning, match="subtract is 'sent'"):

@@ -388,6 +388,7 @@ def test_where_workers_stand(monkeypatch):
         cluster.on_one_device(9, asked=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [2, 40])
 def test_densities_fall_in_four_parts_of_the_warm_up(steps: int):
     selected = []
@@ -876,6 +877,7 @@ def test_the_module_runs():
 POWERSGD = argparse.Namespace(width=40, batch=8, steps=12, learning_rate=0.02)
 
 
+@pytest.mark.full
 def test_powersgd_sums_factors_and_vectors():
     """And the two words that open each step with a residual."""
     images = load_images("digits")

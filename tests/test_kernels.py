@@ -272,6 +272,7 @@ floats = st.floats(width=32, allow_nan=False, allow_subnormal=False)
 vectors = hnp.arrays(np.float32, st.integers(1, 130), elements=floats | st.sampled_from([0.0, 1.0, -1.0]))
 
 
+@pytest.mark.full
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(vectors, st.sampled_from([1, 2, 7, 40, 130]))
 def test_top_k_of_anything(x: np.ndarray, k: int):

@@ -106,6 +106,7 @@ def test_every_kernel_is_there(name: str, form: str):
 WIDE = ("select_block_top_k, 4096", "select_block_top_k, 512", "select_stochastic")
 
 
+@pytest.mark.full
 @on_a_gpu("accumulate", "select_above", "magnitude_statistics", "count_above_many", "norms", *WIDE)
 def test_long_vectors_are_read_16_bytes_at_a_time(name: str, form: str):
     """Except for their ragged end, which has a mask."""

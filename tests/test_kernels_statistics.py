@@ -224,6 +224,7 @@ def jitted_top_k(x, k: int, form: str):
     return *found, kernels_pallas.kth_magnitude(x, k, implementation=form)
 
 
+@pytest.mark.full
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @hypothesis.given(hnp.arrays(np.float32, 130, elements=floats | st.just(np.inf)), st.sampled_from([7, 130]))
 def test_top_k_of_anything(x: np.ndarray, k: int):

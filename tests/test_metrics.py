@@ -38,7 +38,7 @@ def quotient(a: float, b: float) -> float:
     return a / b if a else 0.0
 
 
-SHORT = ("dense", "topk_allgather", "oktopk", "hitopk")
+SHORT = ("dense", "topk_allgather")
 
 
 @pytest.mark.parametrize("row, size", [case(row, row.usual_size, full=row.name not in SHORT) for row in ROWS])
@@ -141,6 +141,7 @@ def trained(tx, steps: int = 2, mesh=None, axis=AXIS):
     return before, state
 
 
+@pytest.mark.full
 def test_the_state_of_a_training_step():
     """All readers take it whole; the update that optax kept serves ``metrics``."""
     tx = optax.chain(jsparse.oktopk(AXIS, density=0.1), optax.snapshot("mean", lambda updates: updates), optax.sgd(0.1))
@@ -155,6 +156,7 @@ def test_the_state_of_a_training_step():
         jsparse.reshard(tx, state, state.params, transports.mesh(2), AXIS)
 
 
+@pytest.mark.full
 def test_on_a_mesh_with_explicit_axes():
     _, state = trained(
         optax.chain(jsparse.topk_allgather("data", density=0.1), optax.sgd(0.1)),
@@ -212,6 +214,7 @@ def test_donated_updates_are_refused():
         jsparse.metrics(state, {"w": gone})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scope", quick(["global", "leaf"], "global"))
 def test_a_state_of_pmap_is_read_as_that_of_vmap(scope: str):
     tx = jsparse.topk_allgather(AXIS, density=0.05, scope=scope)
@@ -298,9 +301,11 @@ def test_states_of_different_workers():
 @pytest.mark.parametrize(
     "tx",
     [
-        jsparse.oktopk(AXIS, density=0.1),
+        pytest.param(jsparse.oktopk(AXIS, density=0.1), marks=pytest.mark.full),
         jsparse.a2sgd(AXIS),
-        jsparse.phases(((1, jsparse.dense(AXIS)), jsparse.oktopk(AXIS, density=0.1))),
+        pytest.param(
+            jsparse.phases(((1, jsparse.dense(AXIS)), jsparse.oktopk(AXIS, density=0.1))), marks=pytest.mark.full
+        ),
     ],
     ids=["oktopk", "a2sgd", "phases"],
 )

@@ -97,6 +97,7 @@ SMALL = {
 }
 
 
+@pytest.mark.full
 def test_bert_predicts_only_masked_words():
     """Its loss and accuracy are those that the logits of all places give."""
     model, x, segments = Bert(rngs(), 50, 16, 2, 32, 2, longest=9), numbers(50, 3, 9), np.zeros((3, 9), np.int32)

@@ -8,6 +8,7 @@ import pytest
 
 import jsparse
 import oracles
+from tiers import quick
 from transports import AXIS
 
 SIZE, N = 4, 2048
@@ -96,7 +97,7 @@ def test_a_bad_step_changes_nothing():
         _, state = update(gradient, state)
 
 
-@pytest.mark.parametrize("workers, bucket", [(3, 512), (4, 511), (8, 64)])
+@pytest.mark.parametrize("workers, bucket", quick([(3, 512), (4, 511), (8, 64)], (4, 511)))
 def test_signs_are_those_of_the_oracle(workers: int, bucket: int):
     """Leaves shorter than a bucket, of a whole one, and with a rest; parts of zeros alone."""
     sizes = {"a": 60, "b": bucket, "c": 3 * bucket + 7, "d": 1}
@@ -143,6 +144,7 @@ def test_no_scale_is_for_two_leaves():
         assert len(np.unique(np.abs(velocity[:60]))) == 1
 
 
+@pytest.mark.full
 def test_a_short_leaf_has_a_scale_of_its_own_values():
     """Zeros beside it would make it a third, of 60 values in a bucket of 512."""
     tx = jsparse.onebit_momentum(AXIS, freeze_step=10, momentum=B1)
@@ -156,7 +158,7 @@ def test_a_short_leaf_has_a_scale_of_its_own_values():
         np.testing.assert_allclose(updates["bias"], exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bucket", [511, 512])
+@pytest.mark.parametrize("bucket", quick([511, 512], 511))
 def test_parts_of_workers_begin_with_a_bucket(bucket: int):
     """With three workers, and buckets of an odd length too."""
     sign = jsparse.quantize.Sign(bucket, zeros=False, norm="rms")
@@ -170,6 +172,7 @@ def test_parts_of_workers_begin_with_a_bucket(bucket: int):
         np.testing.assert_allclose(update, scale, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_end_of_a_leaf_has_a_scale_of_its_own():
     """513 elements are a bucket, and another of the last alone."""
     tx = jsparse.onebit_momentum(AXIS, freeze_step=1, momentum=0.0)
@@ -217,6 +220,7 @@ def test_what_it_sends():
     assert many.bytes < 2 * (size - 1) * 50 * 1024 / size / 8 * (1 + 32 / 512) + 2 * 512 + opening
 
 
+@pytest.mark.full
 def test_small_gradients_in_half_precision():
     """Second moments of float16 leaves are in float32: their squares would become 0."""
     tx = jsparse.onebit_adam(AXIS, 1.0, freeze_step=3)

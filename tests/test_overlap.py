@@ -36,7 +36,7 @@ PRESETS = {
 RAGGED = {"ragged": lambda: jsparse.oktopk(AXIS, density=0.01, split="ragged")}
 
 
-@pytest.mark.parametrize("preset", quick(PRESETS, "oktopk"))
+@pytest.mark.parametrize("preset", quick(PRESETS, "topk_allgather"))
 def test_a_message_waits_only_for_the_gradients_of_its_bucket_and_those_before(preset: str):
     tx, mesh = PRESETS[preset](), Mesh(np.array(jax.devices()[:4]), (AXIS,))
     leaves = [jnp.zeros(size) for size in (10_000, 11_000, 12_000)]

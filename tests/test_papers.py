@@ -28,6 +28,7 @@ from examples.tasks import MODELS
 from jsparse import cost
 from jsparse.bench.forms import FORMS
 from processes import free_port
+from tiers import quick
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA = os.environ.get("JSPARSE_DATA")
@@ -97,8 +98,8 @@ def test_a_row_names_what_there_is(name):
     assert set(MODELLED.values()) <= set(cost.ALGORITHMS)
 
 
-# One figure of each kind that needs no network, and of each sort of record.
-QUICK = ["oktopk 5", "gtopk 1", "thesis 5.6", "thesis 3.4 and 3.5"]
+# One figure of each kind that needs no network.
+QUICK = ["a2sgd 2", "gtopk 13", "thesis 5.6", "thesis 3.4 and 3.5"]
 OTHERS = [*(name for name, figure in papers.FIGURES.items() if isinstance(figure, Record)), "a2sgd 3", "commlib 7"]
 EACH = [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS if name not in QUICK)]
 
@@ -223,10 +224,14 @@ def printed(*arguments: str) -> str:
     return json.dumps({"forms": forms})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised | Tuned)],
-)
+MEASURED = [
+    name for name, figure in papers.FIGURES.items() if isinstance(figure, Bench | PingPong | Synchronised | Tuned)
+]
+# One of each kind.
+FEW = "gtopk 8", "gtopk 10", "commlib 9", "scale tune"
+
+
+@pytest.mark.parametrize("name", quick(MEASURED, *FEW))
 def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
     let_commands_print(printed, monkeypatch)
     times.ping_pong.cache_clear()
@@ -237,6 +242,7 @@ def test_what_commands_measure_is_shown(tmp_path, monkeypatch, name):
     assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
+@pytest.mark.full
 def test_what_tune_recommends_is_beside_what_is_fastest(tmp_path, monkeypatch):
     let_commands_print(printed, monkeypatch)
     figure: Any = papers.FIGURES["scale tune"]
@@ -255,6 +261,7 @@ def test_runs_of_other_settings_are_left_out(tmp_path, monkeypatch):
     assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 2 * len(figure.workers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("best", "rates"), [(2.0, [1.0, 2.0, 4.0]), (8.0, [1.0, 2.0, 4.0, 8.0, 16.0]), (1.0, [1.0, 2.0, 4.0, 0.5])]
 )

@@ -204,6 +204,7 @@ def quantized(**kwargs) -> jsparse.SparseAllReduce:
     return jsparse.quantized(AXIS, quantize=jsparse.quantize.Sign(64), **kwargs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sparse",
     [
@@ -227,6 +228,7 @@ def test_a_dense_phase_takes_over_what_the_sparse_ones_keep(sparse: jsparse.Spar
         assert changed.any()
 
 
+@pytest.mark.full
 def test_a_quantized_phase_leaves_the_residual_aside():
     tx = jsparse.phases(((2, topk(density=0.1)), (2, quantized()), topk(density=0.1)), flush=False)
     state = jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS)(jnp.arange(SIZE))
@@ -242,6 +244,7 @@ def test_a_quantized_phase_leaves_the_residual_aside():
         jsparse.phases(((2, topk(density=0.1)), quantized()), flush=False)
 
 
+@pytest.mark.full
 def test_phases_in_64_bit_mode():
     """Phases with a global threshold, and without one, report it in the type of their vector."""
     with jax.enable_x64(True):
@@ -261,6 +264,7 @@ def test_phases_of_leaves_without_elements():
     assert (state.step == 1).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "stages",
     [

@@ -244,7 +244,7 @@ def test_replicas_that_differ():
     assert jsparse.stats(state.opt_state).step.tolist() == [2] * 6
 
 
-@pytest.mark.parametrize("target", [True, False])
+@pytest.mark.parametrize("target", quick([True, False], True))
 def test_a_checkpoint_of_other_workers(tmp_path, target: bool):
     """Saved by 8 workers, restored by 3: with its types, or as the dicts of orbax."""
     tx = optax.chain(

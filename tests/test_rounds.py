@@ -69,6 +69,7 @@ def test_a_round_is_its_papers(form: str, checked: bool):
     check_by_hand({"check_vma": checked}, (FORMS | RECIPES)[form])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", quick(FORMS | RECIPES, "streaming"))
 def test_steps_that_are_not_finite_are_skipped_on_their_worker(form: str):
     """One step of one worker; all steps of another, which then contributes nothing."""
@@ -82,6 +83,7 @@ def test_steps_that_are_not_finite_are_skipped_on_their_worker(form: str):
     assert figures["jsparse/local_steps"] == np.mean(state.opt_state.counts.inner.taken)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +224,7 @@ def test_one_step_a_round_is_a_training_step():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", quick(FORMS, "merged-unlike"))
 def test_simulated_workers_do_the_same(form: str):
     """Under ``vmap``, and on the devices of a mesh."""
@@ -242,6 +245,7 @@ def test_simulated_workers_do_the_same(form: str):
 SHARDED = {"in": P(None, "fsdp"), "layers": P(None, "fsdp", "tensor"), "out": P("fsdp")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", quick(["weighted", "merged-unlike", "eager-layers"], "merged-unlike"))
 @pytest.mark.parametrize("checked", quick([True, False], True))
 def test_models_in_shards(form: str, checked: bool):
@@ -376,6 +380,7 @@ def test_nothing_that_workers_moved_is_lost(name: str):
     assert kept.any() == (name not in ("dense", "float4", "oktopk-all"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [optax.sgd, functools.partial(optax.sgd, momentum=0.5, nesterov=True)])
 def test_an_outer_rate_that_acts_twice_is_its_square(optimizer: Any):
     """As in codes that put the outer gradient into the residual times the rate."""
@@ -413,6 +418,7 @@ ROWS: dict[str, dict[str, Any]] = {name: recipe.options for name, recipe in RECI
 SOME = ("streaming",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(ROWS, *SOME))
 def test_rounds_go_on_from_a_checkpoint(name: str, tmp_path):
     """Saved and restored by orbax, to the same bits, in fragments; compiled once."""
@@ -429,6 +435,7 @@ def test_rounds_go_on_from_a_checkpoint(name: str, tmp_path):
     assert step._run._cache_size() == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(ROWS, *SOME))
 def test_rounds_go_on_with_other_workers(name: str):
     """The pending mean, the outer momentum and the parameters stay; training goes on."""
@@ -449,6 +456,7 @@ def test_rounds_go_on_with_other_workers(name: str):
     assert losses.mean() < told[0].mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(ROWS, *SOME))
 def test_the_bytes_of_a_round(name: str):
     """The program sends what ``cost.exact`` says of its fragments, and two short messages.

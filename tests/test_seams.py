@@ -146,6 +146,7 @@ def test_an_orthonormal_space_selects_and_remembers_in_its_own_coordinates():
     assert np.abs(residual).max() > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("allreduce", [TopkAllGather(), OkTopk()], ids=["all-gather", "oktopk"])
 def test_nothing_is_lost_in_an_orthonormal_space(allreduce):
     given, applied = np.zeros(N), np.zeros(N)
@@ -202,6 +203,7 @@ def test_ef21_with_a_top_k():
         np.testing.assert_allclose(updates[0], own.mean(0), atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("select", quick([TopK, SampledThreshold], TopK))
 def test_ef21_over_an_all_reduce_that_does_not_deliver_all(select):
     """g stays the mean of all h, and comes near the mean gradient where that does not change.
@@ -267,6 +269,7 @@ def test_a_mean_over_contributors_needs_a_gathered_sum():
         next(run(composed(mean=over_contributors, allreduce=OkTopk()), gradients(1)))
 
 
+@pytest.mark.full
 def test_leaves_that_go_densely_have_a_mean_over_workers():
     """All workers contribute to them, and the others' elements have a mean over those who do."""
     tx = jsparse.demo(AXIS, k=2, chunk=2, dense_below=3)

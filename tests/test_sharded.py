@@ -22,7 +22,7 @@ SPECS = {"both": P("fsdp", "tensor"), "one": P(None, "fsdp"), "whole": P(), "few
 # and "scalar" can't be cut.
 CUT = {"both": P("fsdp", "tensor"), "one": P(None, ("fsdp", "tensor")), "whole": P(("fsdp", "tensor"))}
 ALIKE = [row for row in ROWS if row.alike]
-QUICK = [row for row in ALIKE if row.name in ("dense", "oktopk", "powersgd")]
+QUICK = [row for row in ALIKE if row.name in ("dense", "topk_allgather", "powersgd")]
 
 
 def auto(sizes: dict[str, int]) -> Mesh:
@@ -236,6 +236,7 @@ def ours_alone(compiled, mesh: Mesh) -> jsparse.Traffic:
     return slow
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("sizes", quick([TWO, THREE], THREE), ids=["fsdp", "fsdp-tensor"])
 @pytest.mark.parametrize("density", quick([1.0, 0.02], 0.02))
@@ -377,6 +378,7 @@ def train(step: jsparse.TrainStep, *more, steps: int = 4, **extra):
     return state, told
 
 
+@pytest.mark.full
 def test_all_that_a_step_takes():
     """Micro-batches, metrics, a model state, keys, further inputs: as with whole parameters."""
 
@@ -431,6 +433,7 @@ def test_what_is_of_a_whole_gradient_is_so_in_shards(make):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *means)
 
 
+@pytest.mark.full
 def test_a_non_finite_gradient_in_one_shard_skips_the_step():
     tx = optax.chain(jsparse.oktopk("replica", density=0.1), optax.apply_if_finite(optax.sgd(0.1), 5))
 
@@ -770,6 +773,7 @@ def test_refused(case: str):
         call()
 
 
+@pytest.mark.full
 def test_shards_by_hand_with_types():
     """Leaves that are all in shards go through, each device's for itself."""
     updates = by_hand(True, False)

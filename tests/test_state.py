@@ -86,6 +86,7 @@ def test_a_checkpoint_keeps_every_workers_state(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state, restored)
 
 
+@pytest.mark.full
 def test_residual_and_stats():
     mesh = transports.mesh(SIZE)
     tx = optax.chain(jsparse.oktopk(AXIS, density=0.05), optax.sgd(0.1))
@@ -179,6 +180,7 @@ def test_an_all_reduce_over_one_axis_of_two_is_refused():
             jsparse.init(tx, transports.zeros(), mesh, ("hosts", "devices"))
 
 
+@pytest.mark.full
 def test_a_transform_survives_copying():
     tx = jsparse.oktopk(AXIS, density=0.1)
     for copied in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, tx), tx._replace(update=tx.update)):
@@ -187,6 +189,7 @@ def test_a_transform_survives_copying():
         jsparse.init(copied, transports.zeros(), transports.mesh(2), AXIS)
 
 
+@pytest.mark.full
 def test_chains_that_are_fine_are_not_refused():
     mesh = transports.mesh(2)
     for tx in (

@@ -168,6 +168,7 @@ def test_a_dense_mean_is_an_array(preset: str):
     assert np.isnan(mean).any(axis=1).all()
 
 
+@pytest.mark.full
 def test_sync_refuses_several_vectors():
     mesh = transports.mesh(SIZE)
     grads = transports.tree(np.ones((SIZE, N), np.float32))

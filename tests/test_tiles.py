@@ -117,6 +117,7 @@ def test_each_leaf_begins_with_a_block():
         np.testing.assert_allclose(updates[name][0], gradient[name].mean(0), atol=1e-6)
 
 
+@pytest.mark.full
 def test_narrow_gradients_keep_their_types():
     """The mean is rounded once, as without tiles."""
     given = gradients(1, jnp.bfloat16)
@@ -169,6 +170,7 @@ def test_what_waits_goes_to_other_workers():
     assert np.abs(residual.mean(0)).max() > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("intra", quick([1, 2, 4], 2))
 def test_tiles_over_two_levels(intra: int):
     """A node sums its vectors in the tiles' order, and each worker selects from its shard."""

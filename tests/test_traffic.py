@@ -152,6 +152,7 @@ def test_oktopk_keeps_its_bound(split: str, size: int):
             assert (traffic.least, traffic.cost) == (least, most), f"n={n}, k={k}"
 
 
+@pytest.mark.full
 def test_the_papers_balancing_rule_is_the_stated_exception():
     n, size = 1_000_000, 16
     reduce = jsparse.allreduce.OkTopk(balance_above=4.0)

@@ -48,6 +48,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("x64", quick([False, True], True))
 @pytest.mark.parametrize("name", quick(PRESETS, "topk"))
 def test_mixed_types(name: str, x64: bool):
@@ -113,6 +114,7 @@ def test_without_error_feedback_what_is_not_sent_is_lost():
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.full
 def test_the_order_of_the_chain():
     """A learning rate before the all-reduce, and after it.
 
@@ -127,6 +129,7 @@ def test_the_order_of_the_chain():
     np.testing.assert_allclose(before[1].buckets[0].residual, 0.5 * after[0].buckets[0].residual, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_momentum_correction():
     """``per_worker(trace)`` before the all-reduce: each worker's own momentum accumulates."""
     tx = optax.chain(jsparse.per_worker(optax.trace(0.9)), jsparse.topk_allgather(AXIS, density=0.1))
@@ -143,6 +146,7 @@ def test_momentum_correction():
     np.testing.assert_allclose(transports.flat(state[0].inner.trace, SIZE), momentum, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.full
 def test_apply_if_finite_after_it_skips_the_step():
     tx = optax.chain(
         jsparse.oktopk(AXIS, density=0.1), optax.apply_if_finite(optax.sgd(1.0, momentum=0.9), max_consecutive_errors=3)

@@ -76,6 +76,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checked", quick([True, False], True))
 @pytest.mark.parametrize("name", quick(PRESETS, "hitopk-oktopk", "torus"))
 def test_density_1_is_training_on_the_whole_batch(name: str, checked: bool):

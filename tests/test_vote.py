@@ -47,6 +47,7 @@ def test_what_it_sends():
         assert least.bytes == 4 * 2 * (size - 1) * words
 
 
+@pytest.mark.full
 def test_leaves_that_cannot_be_cut_vote_too():
     """On a sharded model, of leaves that every device has whole."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
