@@ -399,16 +399,16 @@ def over_transports() -> Iterator[Any]:
     """Transports and sizes of every row; of rows with few sizes, most are slow. ``pmap`` has one
     level alone.
 
-    Over ``gloo`` runs one row of each preset. In the quick tests one row is run over
-    ``shard_map``, and one as over gloo.
+    Over ``gloo`` runs one row of each preset. In the quick tests only two rows are run over
+    ``shard_map``, and two as over gloo.
     """
     for row in ROWS:
         few = len(row.sizes) <= 2
         for size in some(row, 3, 8):
             slow = few and size != row.usual_size
-            yield case(row, size, "shard_map", slow=slow, full=row.name != "oktopk")
+            yield case(row, size, "shard_map", slow=slow, full=row.name not in ("oktopk", "hitopk"))
         if row.name == row.preset:
-            marks = [] if row.name == "hitopk" else [pytest.mark.full]
+            marks = [] if row.name in ("gtopk", "hitopk") else [pytest.mark.full]
             size = max(some(row, 8))
             yield pytest.param(row, size, "gloo", id=f"{row}-{size}-gloo", marks=marks)
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:
@@ -443,7 +443,7 @@ def without_traffic(state: jsparse.SparseAllReduceState) -> jsparse.SparseAllRed
 @pytest.mark.parametrize(
     "row, size",
     [
-        case(row, size, slow=size == 8, full=row.name not in ("topk_allgather", "hitopk"))
+        case(row, size, slow=size == 8, full=row.name != row.preset)
         for row in ROWS
         if row.alike and len(row.sizes) > 2
         for size in some(row, 1, 3, 8)
@@ -479,7 +479,7 @@ def test_half_precision_stays_finite(row: Row, size: int):
 @pytest.mark.parametrize(
     "row, size",
     [
-        case(row, size, full=row.name != "topk_allgather")
+        case(row, size, full=row.name != "oktopk")
         for row in ROWS
         if not row.rule or row.reaches
         for size in some(row, *([2, 8] if row.name in QUICK else []))

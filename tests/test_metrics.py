@@ -214,7 +214,6 @@ def test_donated_updates_are_refused():
         jsparse.metrics(state, {"w": gone})
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("scope", quick(["global", "leaf"], "global"))
 def test_a_state_of_pmap_is_read_as_that_of_vmap(scope: str):
     tx = jsparse.topk_allgather(AXIS, density=0.05, scope=scope)

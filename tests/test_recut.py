@@ -165,7 +165,6 @@ FEW = [("leaves", "2x4-4x2-columns")]
 MANY = [(preset, move) for preset in PRESETS for move in MOVES]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", quick(MANY, *FEW), ids="-".join)
 def test_what_is_pending_stays_so(case: tuple[str, str]):
     """Leaf by leaf, to the bit; low rank leaves fractions, of which halves of sums are rounded."""

@@ -69,7 +69,6 @@ def test_a_round_is_its_papers(form: str, checked: bool):
     check_by_hand({"check_vma": checked}, (FORMS | RECIPES)[form])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("form", quick(FORMS | RECIPES, "streaming"))
 def test_steps_that_are_not_finite_are_skipped_on_their_worker(form: str):
     """One step of one worker; all steps of another, which then contributes nothing."""
@@ -225,7 +224,7 @@ def test_one_step_a_round_is_a_training_step():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", quick(FORMS, "merged-unlike"))
+@pytest.mark.parametrize("form", FORMS)
 def test_simulated_workers_do_the_same(form: str):
     """Under ``vmap``, and on the devices of a mesh."""
     options = FORMS[form].options
@@ -246,8 +245,8 @@ SHARDED = {"in": P(None, "fsdp"), "layers": P(None, "fsdp", "tensor"), "out": P(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", quick(["weighted", "merged-unlike", "eager-layers"], "merged-unlike"))
-@pytest.mark.parametrize("checked", quick([True, False], True))
+@pytest.mark.parametrize("form", ["weighted", "merged-unlike", "eager-layers"])
+@pytest.mark.parametrize("checked", [True, False])
 def test_models_in_shards(form: str, checked: bool):
     """The rounds of whole parameters. Everything stays in shards; we alone use the slow axis."""
     options = FORMS[form].options
@@ -415,11 +414,9 @@ ROWS: dict[str, dict[str, Any]] = {name: recipe.options for name, recipe in RECI
     "chain": {"sync": optax.chain(optax.clip_by_global_norm(1.0), sparse("gtopk"))},
     "phases": {"sync": jsparse.phases(((1, jsparse.dense(AXIS)), sparse("oktopk")))},
 }
-SOME = ("streaming",)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", quick(ROWS, *SOME))
+@pytest.mark.parametrize("name", quick(ROWS, "streaming"))
 def test_rounds_go_on_from_a_checkpoint(name: str, tmp_path):
     """Saved and restored by orbax, to the same bits, in fragments; compiled once."""
     fragments = {} if name == "eager" else {"fragments": 2, "overlap": 1}
@@ -436,7 +433,7 @@ def test_rounds_go_on_from_a_checkpoint(name: str, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", quick(ROWS, *SOME))
+@pytest.mark.parametrize("name", ROWS)
 def test_rounds_go_on_with_other_workers(name: str):
     """The pending mean, the outer momentum and the parameters stay; training goes on."""
     size = 2 if len(name) % 2 else 8
@@ -457,7 +454,7 @@ def test_rounds_go_on_with_other_workers(name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", quick(ROWS, *SOME))
+@pytest.mark.parametrize("name", ROWS)
 def test_the_bytes_of_a_round(name: str):
     """The program sends what ``cost.exact`` says of its fragments, and two short messages.
 

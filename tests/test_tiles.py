@@ -170,7 +170,6 @@ def test_what_waits_goes_to_other_workers():
     assert np.abs(residual.mean(0)).max() > 0.1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("intra", quick([1, 2, 4], 2))
 def test_tiles_over_two_levels(intra: int):
     """A node sums its vectors in the tiles' order, and each worker selects from its shard."""

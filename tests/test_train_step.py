@@ -104,7 +104,6 @@ class Normalised(nnx.Module):
         return self.out(nnx.relu(self.norm(self.dense(x))))[:, 0]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kept", quick(["mean", "per_worker"], "per_worker"))
 @pytest.mark.parametrize("micro_batches", quick([1, 2], 2))
 def test_batch_statistics(kept: str, micro_batches: int):

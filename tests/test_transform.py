@@ -48,7 +48,6 @@ PRESETS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("x64", quick([False, True], True))
 @pytest.mark.parametrize("name", quick(PRESETS, "topk"))
 def test_mixed_types(name: str, x64: bool):

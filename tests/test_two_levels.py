@@ -76,9 +76,8 @@ PRESETS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("checked", quick([True, False], True))
-@pytest.mark.parametrize("name", quick(PRESETS, "hitopk-oktopk", "torus"))
+@pytest.mark.parametrize("name", quick(PRESETS, "torus"))
 def test_density_1_is_training_on_the_whole_batch(name: str, checked: bool):
     tx = optax.chain(PRESETS[name](), optax.sgd(0.1))
     step = jsparse.train_step(loss_fn, tx, mesh(), LEVELS, check_vma=checked)
