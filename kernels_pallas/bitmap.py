@@ -222,12 +222,14 @@ def take_circle(words: jax.Array, quota: ArrayLike, start: ArrayLike) -> jax.Arr
     return take_first(words, wrapped) | (last & ~take_first(words, wrapped + gap))
 
 
-def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) -> tuple[jax.Array, jax.Array]:
+def members(
+    words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0, limit: ArrayLike | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Lists the members of a bitmap in ascending order.
 
-    If there are more than ``capacity`` members, it takes ``capacity`` consecutive ones, from rank
+    If there are more than ``limit`` members, it takes ``limit`` consecutive ones, from rank
     ``start`` (modulo the count) on; after the last member comes the first one. They are still
-    listed in ascending order. A caller that adds ``capacity`` to ``start`` each time takes every
+    listed in ascending order. A caller that adds ``limit`` to ``start`` each time takes every
     member in turn.
 
     Args:
@@ -235,10 +237,11 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
       capacity: the length of the result, static.
       fill: the value of unused places.
       start: int32 scalar, the rank of the first member that is taken.
+      limit: int32 scalar, at most ``capacity``, which is the default.
 
     Returns:
       ``(indices, count)``: the members, int32, shape ``(capacity,)``; and the number of members,
-      an int32 scalar, which may exceed ``capacity``.
+      an int32 scalar, which may exceed ``limit``.
 
     >>> members(jnp.array([0b10110], jnp.uint32), 2, fill=5)
     (Array([1, 2], dtype=int32), Array(3, dtype=int32))
@@ -250,7 +253,8 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
         return jnp.full_like(slot, fill), jnp.int32(0)
     counts = _Counts.of(words)
     before, total = counts.before, counts.total
-    wrapped, gap = circle(total, capacity, start)
+    limit = capacity if limit is None else limit
+    wrapped, gap = circle(total, limit, start)
     # Each group of words claims the place of its first member in the result; an empty one, that
     # of the next group's. Groups whose first member lies in the gap all claim the place after the
     # gap. The last group that claims a place owns it, and the places after it up to the next
@@ -268,7 +272,7 @@ def members(words: jax.Array, capacity: int, fill: int, start: ArrayLike = 0) ->
     for end in passed:
         word, first = jnp.where(inside >= end, word + 1, word), jnp.where(inside >= end, end, first)
     indices = _stored(word * WORD + _nth_bit(words.at[word].get(mode="clip"), inside - first))
-    return jnp.where(slot < total, indices, fill), total
+    return jnp.where(slot < jnp.minimum(total, limit), indices, fill), total
 
 
 def circle(total: jax.Array, capacity: ArrayLike, start: ArrayLike) -> tuple[jax.Array, jax.Array]:

@@ -300,6 +300,7 @@ def set_operations(a, b, quota):
         "mark": bitmap.members(bitmap.mark(words, jnp.where(b < 100, b, 2**30)), 100, 100)[0],
         "take_first": bitmap.members(bitmap.take_first(words, quota), 100, 100)[0],
         "take_circle": bitmap.members(bitmap.take_circle(words, quota, 3 * quota), 100, 100)[0],
+        "limit": bitmap.members(words, 100, 100, 3 * quota, jnp.minimum(quota, 100))[0],
     }
 
 
@@ -312,6 +313,7 @@ def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
     def padded(members):
         return np.array((sorted(members) + [100] * 100)[:100], np.int32)
 
+    circle = padded(np.roll(sorted(a), -(3 * quota % max(len(a), 1)))[:quota])
     expected = {
         "count": len(a),
         "contains": [i in a for i in range(130)],
@@ -319,7 +321,8 @@ def test_bitmaps_are_sets(a: set[int], b: set[int], quota: int):
         "members": padded(a),
         "mark": padded(a | b),
         "take_first": padded(sorted(a)[:quota]),
-        "take_circle": padded(np.roll(sorted(a), -(3 * quota % max(len(a), 1)))[:quota]),
+        "take_circle": circle,
+        "limit": circle,
     }
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -263,10 +263,17 @@ def test_runs_of_other_settings_are_left_out(tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("best", "rates"), [(2.0, [1.0, 2.0, 4.0]), (8.0, [1.0, 2.0, 4.0, 8.0, 16.0]), (1.0, [1.0, 2.0, 4.0, 0.5])]
+    ("best", "lowest", "rates"),
+    [
+        (2.0, 2.0, [1.0, 2.0, 4.0]),
+        (8.0, 8.0, [1.0, 2.0, 4.0, 8.0, 16.0]),
+        (1.0, 1.0, [1.0, 2.0, 4.0, 0.5]),
+        (2.0, 0.5, [1.0, 2.0, 4.0, 0.5, 0.25]),
+        (2.0, math.nan, [1.0, 2.0, 4.0]),
+    ],
 )
-def test_the_best_rate_is_run_with_all_seeds(best: float, rates: list[float], tmp_path, monkeypatch):
-    """Where it is the largest or the smallest, others beyond it are tried first."""
+def test_the_best_rate_is_run_with_all_seeds(best: float, lowest: float, rates: list[float], tmp_path, monkeypatch):
+    """Where its accuracy or its loss is the best at an end, others beyond it are tried first."""
     figure: Any = dataclasses.replace(papers.FIGURES["gtopk 1"], small={"rates": (1.0, 2.0, 4.0), "seeds": 3})
     monkeypatch.setattr(
         Convergence,
@@ -275,7 +282,7 @@ def test_the_best_rate_is_run_with_all_seeds(best: float, rates: list[float], tm
             "parameters": 10,
             "steps": 2,
             "accuracy": [0.1, 1 - abs(setting["rate"] - best) / 40 + setting["seed"] / 100],
-            "loss": [2.0, 1.0],
+            "loss": [2.0, abs(setting["rate"] - lowest) if setting["rate"] < 4 else math.nan],
             "bytes": [8, 16],
         },
     )

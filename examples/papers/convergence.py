@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +25,9 @@ from .figure import Figure, Line, Setting, found, values
 class Convergence(Figure):
     """Algorithms of ``examples.train`` by accuracy: each step, and each byte.
 
-    Each algorithm tries the same learning rates with the first seed. As long as the best of them,
-    by the last accuracy, is the largest or the smallest, it tries one beyond it. The best is run
-    with the other seeds.
+    Each algorithm tries the same learning rates with the first seed. As long as the one with the
+    highest last accuracy, or the one with the lowest last loss, is the largest or the smallest, it
+    tries one beyond it. The one with the highest accuracy is run with the other seeds.
 
     Attributes:
       algorithms: names in ``examples.train.ALGORITHMS``.
@@ -60,12 +61,11 @@ class Convergence(Figure):
             for algorithm in sized.algorithms:
                 first = {"full": full, "algorithm": algorithm, "seed": 0} | case
                 yield from ({**first, "rate": rate} for rate in sized.rates)
-                tried, best = list(sized.rates), best_of(found(lines, first))
-                while best and (rate := beyond(tried, best["rate"])):
+                tried = list(sized.rates)
+                while rate := further(tried, found(lines, first)):
                     yield {**first, "rate": rate}
                     tried.append(rate)
-                    best = best_of(found(lines, first))
-                if best:
+                if best := best_of(found(lines, first)):
                     yield from ({**first, "seed": seed, "rate": best["rate"]} for seed in range(1, sized.seeds))
 
     def cases(self) -> Iterator[Setting]:
@@ -162,6 +162,17 @@ def shown_option(value: Any) -> str:
 def best_of(runs: Sequence[Line]) -> Line | None:
     """The run with the highest last accuracy; of several, that with the lowest loss."""
     return max(runs, key=lambda run: (run["accuracy"][-1], -run["loss"][-1]), default=None)
+
+
+def further(rates: Sequence[float], runs: Sequence[Line]) -> float | None:
+    """The next rate to try, if the best run by accuracy or by loss is at an end of the rates.
+
+    Among rates that are all bad, accuracies are near chance and say little. Losses say more.
+    """
+    finite = (run for run in runs if math.isfinite(run["loss"][-1]))
+    lowest = min(finite, key=lambda run: run["loss"][-1], default=None)
+    ends = (beyond(rates, run["rate"]) for run in (best_of(runs), lowest) if run)
+    return next(filter(None, ends), None)
 
 
 def beyond(rates: Sequence[float], best: float) -> float | None:

@@ -169,16 +169,19 @@ class SparseVector:
         indices = jnp.full(capacity, self.n, jnp.int32).at[places].set(self.indices.reshape(-1), mode="drop")
         return SparseVector(values, indices, self.n)
 
-    def pick(self, places: jax.Array, capacity: int, start: ArrayLike = 0) -> "SparseVector":
+    def pick(
+        self, places: jax.Array, capacity: int, start: ArrayLike = 0, limit: ArrayLike | None = None
+    ) -> "SparseVector":
         """Takes the elements of a run at some of its places, as a run.
 
         Args:
-          places: a bitmap.
-          capacity: length of the new buffers, static. If the bitmap has more members, ``capacity``
-            of them are taken, round a circle from the member of rank ``start`` on.
+          places: a bitmap. If it has more than ``limit`` members, ``limit`` of them are taken,
+            round a circle from the member of rank ``start`` on.
+          capacity: length of the new buffers, static.
           start: int32 scalar.
+          limit: int32, at most ``capacity``, which is the default.
         """
-        taken, _ = bitmap.members(places, capacity, self.capacity, start)
+        taken, _ = bitmap.members(places, capacity, self.capacity, start, limit)
         values = self.values.at[taken].get(mode="fill", fill_value=0)
         return SparseVector(values, self.indices.at[taken].get(mode="fill", fill_value=self.n), self.n)
 

@@ -3,8 +3,7 @@
 import bisect
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -132,9 +131,18 @@ def gather_parts(
     def told(total: SparseVector, change: SparseVector) -> tuple[SparseVector, SparseVector | None]:
         return total, None if wire.lossless else comm.varying(change.resize(widest))
 
-    def direct(length: int) -> tuple[SparseVector, SparseVector | None]:
-        everyone, change = gather(region.pick(chosen, length, bitmap.turn(step, length)))
-        return told(everyone.concatenate(capacity), change)
+    index = fitting(jnp.max(parts), lengths)
+    shortest = jnp.minimum(index, len(lengths) - 1)
+
+    def direct() -> tuple[SparseVector, SparseVector | None]:
+        limit = jnp.array(lengths)[shortest]
+        part = region.pick(chosen, lengths[-1], bitmap.turn(step, limit), limit)
+
+        def send(length: int) -> tuple[SparseVector, SparseVector | None]:
+            everyone, change = gather(part.resize(length))
+            return told(everyone.concatenate(capacity), change)
+
+        return comm.switch(shortest, [functools.partial(send, length) for length in lengths], replicated=True)
 
     def balanced() -> tuple[SparseVector, SparseVector | None]:
         mine, rounded = round_once(wire, region.pick(chosen, region.capacity))
@@ -142,22 +150,21 @@ def gather_parts(
         everyone, change = gather(_balance(comm, mine, counts, share, amounts, step, forward(wire)))
         return told(everyone.join(capacity), change if rounded is None else rounded)
 
-    branches: list[Callable[[], Any]] = [functools.partial(direct, length) for length in lengths]
-    index = fitting(jnp.max(parts), lengths)
-    if balances:
-        branches.append(balanced)
-        if balance_above is None:
+    if not balances:
+        return direct()
+    worth = index == len(lengths)
+    if balance_above is None:
 
-            def words(wire: Messages, length: int) -> int:
-                return wire.words(length, region.n, region.values.dtype)
+        def words(wire: Messages, length: int) -> int:
+            return wire.words(length, region.n, region.values.dtype)
 
-            directly = [words(wire, length) for length in lengths]
-            # Balancing takes P - 1 + log P further messages, and time to put the parts in order.
-            worth = jnp.array([*(count - count // 8 for count in directly), 2**31 - 1])[index]
-            moved = jnp.max(moves(_reduce_to(parts, share * comm.size), share)[1])
-            to_move = jnp.array([words(forward(wire), amount) for amount in amounts])[fitting(moved, amounts)]
-            index = jnp.where(words(wire, share) + to_move + 1 < worth, len(lengths), index)
-    return comm.switch(jnp.minimum(index, len(branches) - 1), branches, replicated=True)
+        directly = [words(wire, length) for length in lengths]
+        # Balancing takes P - 1 + log P further messages, and time to put the parts in order.
+        most = jnp.array([*(count - count // 8 for count in directly), 2**31 - 1])[index]
+        moved = jnp.max(moves(_reduce_to(parts, share * comm.size), share)[1])
+        to_move = jnp.array([words(forward(wire), amount) for amount in amounts])[fitting(moved, amounts)]
+        worth = words(wire, share) + to_move + 1 < most
+    return comm.switch(worth.astype(jnp.int32), [direct, balanced], replicated=True)
 
 
 def forward(wire: Messages) -> Messages:
