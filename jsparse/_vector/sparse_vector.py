@@ -203,25 +203,26 @@ class SparseVector:
         Returns:
           A vector with buffers of shape ``(*begin.shape, capacity)``.
         """
-        if begin.ndim:
-
-            def one(stretch: tuple[jax.Array, jax.Array]) -> SparseVector:
-                return self.window(*stretch, capacity, start, limit)
-
-            # A CPU copies slices one after the other faster than a gather of them all.
-            return lax.platform_dependent((begin, length), cpu=functools.partial(lax.map, one), default=jax.vmap(one))
         limit = capacity if limit is None else limit
-        wrapped, gap = bitmap.circle(length, limit, start)
         place = lax.iota(jnp.int32, capacity)
-        taken = place < jnp.minimum(length, limit)
+        # Outside of the loop below, where it would be done for each stretch.
+        wide = jax.tree.map(lambda buffer: jnp.pad(buffer, (0, capacity)), self)
 
-        def take(buffer: jax.Array) -> jax.Array:
-            # Two slices, which are copied faster than as many single elements.
-            wide = jnp.pad(buffer, (0, capacity))
-            first, second = (lax.dynamic_slice(wide, (b,), (capacity,)) for b in (begin, begin + gap))
-            return jnp.where(place < wrapped, first, second)
+        def one(stretch: tuple[jax.Array, jax.Array]) -> SparseVector:
+            begin, length = stretch
+            wrapped, gap = bitmap.circle(length, limit, start)
 
-        return SparseVector(take(self.values), take(self.indices), self.n).where(taken)
+            def take(buffer: jax.Array) -> jax.Array:
+                # Two slices, which are copied faster than as many single elements.
+                first, second = (lax.dynamic_slice(buffer, (b,), (capacity,)) for b in (begin, begin + gap))
+                return jnp.where(place < wrapped, first, second)
+
+            return jax.tree.map(take, wide).where(place < jnp.minimum(length, limit))
+
+        if not begin.ndim:
+            return one((begin, length))
+        # A CPU copies slices one after the other faster than a gather of them all.
+        return lax.platform_dependent((begin, length), cpu=functools.partial(lax.map, one), default=jax.vmap(one))
 
     def resize(self, capacity: int) -> "SparseVector":
         """The same vector in buffers of another length.
