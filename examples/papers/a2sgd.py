@@ -105,7 +105,7 @@ FIGURES = {
         sizes=(NETS["ResNet-20"], NETS["VGG-16"], NETS["LSTM-PTB"]),
         densities=(0.001,),
         rates=("10gbit",),
-        small={"hosts": (4,), "sizes": (NETS["ResNet-20"], NETS["VGG-16"]), "repeats": 5},
+        small={"hosts": (4,), "repeats": 5},
     ),
     "8 and 9": Synchronised(
         "On a slow network A2SGD trains VGG-16 1.7 to 2.3 times as fast as dense sums, and LSTM-PTB 5.6 to 11.4 times.",
