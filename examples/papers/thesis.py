@@ -116,7 +116,7 @@ FIGURES = {
         **dict(RESNET110, model="resnet20", schedule="linear"),
         density=2 / 512,
         vary=("density", (2 / 512, 32 / 512)),
-        small={"workers": 4, "batch": 32, "epochs": 5, "examples": 5_000, "seeds": 2},
+        small={"workers": 4, "batch": 32, "epochs": 5, "examples": 5_000, "rates": (0.01, 0.03), "seeds": 2},
     ),
     "5.15": Synchronised(
         "VGG-19 trains 1.5 times as fast, as it communicates less.",
