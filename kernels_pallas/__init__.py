@@ -13,11 +13,12 @@ from .select_above import count_above, reaches, select_above
 from .select_block_top_k import select_block_top_k
 from .select_ms_top_k import select_ms_top_k
 from .select_stochastic import select_stochastic
-from .select_top_k import Marked, select_top_k, top_k_bound, top_k_sample
+from .select_top_k import Marked, TopKSample, select_top_k, top_k_bound, top_k_sample
 
 __all__ = [
     "MagnitudeStatistics",
     "Marked",
+    "TopKSample",
     "accumulate_and_select",
     "add_sparse",
     "bitmap",

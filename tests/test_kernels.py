@@ -16,7 +16,7 @@ from jsparse.bench import select as bench_select
 from kernels_pallas import bitmap
 from tiers import quick
 
-LONG = 300_000  # More than 4 * 65,536: a vector of this length is sampled first.
+LONG = 300_000  # More than 262,144: a vector of this length is sampled first, and may be marked.
 
 
 def ramp(n: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def jitted_top_k(x, k):
         (2048, 20),
         *(
             pytest.param(n, k, marks=pytest.mark.full)
-            for n, k in [(1, 1), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+            for n, k in [(1, 1), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000), (70_000, 700)]
         ),
     ],
 )
@@ -102,7 +102,8 @@ QUANTIZED = {
 @functools.partial(jax.jit, static_argnums=1)
 def jitted_marked(x, k: int):
     n = len(x)
-    places = kernels_pallas.sample_places(jnp.arange(kernels_pallas.top_k_sample(n, k), dtype=jnp.uint32), n, 2**16)
+    size = kernels_pallas.top_k_sample(n, k).size
+    places = kernels_pallas.sample_places(jnp.arange(size, dtype=jnp.uint32), n, size)
     bound = kernels_pallas.top_k_bound(x[places.astype(jnp.int32)], n, k)
     words = bitmap.pack(kernels_pallas.reaches(x, bound))
     return kernels_pallas.select_top_k(x, k, marked=kernels_pallas.Marked(bound, words))
@@ -112,7 +113,8 @@ def jitted_marked(x, k: int):
 def test_quantized(name: str):
     rng = np.random.default_rng(0)
     x = np.ones(LONG, np.float32)
-    sampled = kernels_pallas.sample_places(np.arange(2**16, dtype=np.uint32), LONG, 2**16)
+    size = kernels_pallas.top_k_sample(LONG, 3000).size
+    sampled = kernels_pallas.sample_places(np.arange(size, dtype=np.uint32), LONG, size)
     places = np.setdiff1d(np.arange(LONG), sampled) if name == "not sampled" else np.arange(LONG)
     places, last = rng.permutation(places), 0
     for magnitude, count in QUANTIZED[name].items():
@@ -171,7 +173,7 @@ def jitted_ms_top_k(x, k, searches, turn=0):
         (2048, 20),
         *(
             pytest.param(n, k, marks=pytest.mark.full)
-            for n, k in [(1, 1), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000)]
+            for n, k in [(1, 1), (5000, 5000), (1000, 2000), (LONG, 3000), (LONG, 200_000), (70_000, 700)]
         ),
     ],
 )

@@ -186,7 +186,8 @@ RANKS = (30, 2000)
 @pytest.fixture(params=quick([0, 2**22], 2**22), ids=["passes", "held"])
 def held(monkeypatch, request):
     """Lowers the limits, so that vectors short enough for the interpreter count as long."""
-    monkeypatch.setattr(kth_xla, "SAMPLE", SAMPLE)
+    monkeypatch.setattr(kth_xla, "SMALLEST_SAMPLE", SAMPLE)
+    monkeypatch.setattr(kth_xla, "LARGEST_SAMPLE", SAMPLE)
     monkeypatch.setattr(counts_triton, "SHORT", SHORT)
     monkeypatch.setattr(kth_triton, "SHORT", SHORT)
     monkeypatch.setattr(kth_triton, "HELD", request.param)
@@ -206,7 +207,7 @@ def select_all(x, k: int, form: str, held: int):
 
 @pytest.mark.parametrize("k", quick(RANKS, RANKS[-1]))
 def test_selection_is_the_same_to_the_bit(k: int, held: int):
-    assert (kth_xla.superset_capacity(N, k) is None) == (k == RANKS[-1])
+    assert (kth_xla.superset_capacity(N, k, SAMPLE) is None) == (k == RANKS[-1])
     for name in INPUTS:
         x = make(name, N)
         got, expected = (select_all(x, k, form, held) for form in ("interpret", "xla"))

@@ -294,8 +294,11 @@ def test_what_is_found_among_candidates_is_what_the_whole_vector_has(select, kin
         with monkeypatch.context() as whole:
             whole.setattr(_candidates, "top_k_sample", lambda n, k: None)
             expected = jax.jit(lambda *args: select(*args))(want, state, step, rank)
-        for got in (marked, found):
-            jax.tree.map(np.testing.assert_array_equal, tuple(got), expected)
+        # Each program adds up the mean in an order of its own.
+        rounding = 1e-6 if isinstance(select, GaussianThreshold) else 0
+        for got, state_then in (marked, found):
+            jax.tree.map(np.testing.assert_array_equal, got, expected[0])
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), state_then, expected[1])
 
 
 @pytest.mark.parametrize(

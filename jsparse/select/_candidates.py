@@ -13,8 +13,8 @@ from kernels_pallas import (
     bitmap,
     choose,
     count_above,
-    estimate_kth_magnitude,
     kth_magnitude,
+    sample_places,
     select_above,
     top_k_bound,
     top_k_sample,
@@ -27,10 +27,8 @@ from .._vector.sparse_vector import Leaf, SparseVector
 from ._base import Selector, SelectorState
 from .fixed import take_above
 
-# The multiples of k that candidates hold about, and have room for.
-ABOUT, ROOM = 2, 3
-# Their room is a multiple of this: XLA divides loops between the cores of a CPU in equal parts.
-ROUND = 2048
+# How many of the largest elements the candidates are to hold, as a multiple of k.
+ABOUT = 2
 
 
 class FromLargest(Selector):
@@ -68,7 +66,7 @@ class FromLargest(Selector):
             return plain(pending, state, step, rank)
 
         def marking(pending: Pending, *args: Any) -> tuple[jax.Array, SparseVector, Any]:
-            bound = top_k_bound(pending.sample(sample), n, self.reaching(n))
+            bound = top_k_bound(pending.sample(sample.size), n, self.reaching(n))
             acc, words = pending.add_up_and_mark(bound)
             return acc, *self.select(acc, Marked(bound, words), *args)
 
@@ -94,18 +92,19 @@ class Candidates:
     def __init__(self, acc: jax.Array, density: float, marked: Marked | None, many: float = math.inf):
         n = acc.shape[0]
         self.acc, self.density, self.k = acc, density, elements_kept(density, n)
-        self.listed = top_k_sample(n, ABOUT * self.k) is not None
-        if not self.listed:
+        sample = top_k_sample(n, ABOUT * self.k)
+        self.listed = sample is not None
+        if sample is None:
             return
-        room = -(-ROOM * self.k // ROUND) * ROUND
         if marked is None:
-            self.bound = estimate_kth_magnitude(acc, ABOUT * self.k)
-            self.values, self.indices, self.count = select_above(acc, self.bound, room)
+            places = sample_places(lax.iota(jnp.uint32, sample.size), n, sample.size)
+            self.bound = top_k_bound(acc[places.astype(jnp.int32)], n, ABOUT * self.k)
+            self.values, self.indices, self.count = select_above(acc, self.bound, sample.room)
         else:
             self.bound = marked.threshold
-            self.indices, self.count = bitmap.members(marked.words, room, n)
+            self.indices, self.count = bitmap.members(marked.words, sample.room, n)
             self.values = acc.at[self.indices].get(mode="fill", fill_value=0)
-        self.complete = self.count <= room
+        self.complete = self.count <= sample.room
         self.are_many = self.complete & (self.count > many * self.k)
 
     def hold(self, threshold: jax.Array) -> jax.Array:

@@ -33,8 +33,8 @@ class MSTopK(ByDensity):
     It reads the vector twice for the mean and the largest magnitude, and once to compact it. The
     searches run on the compacted elements: a superset of the k largest, whose lower bound comes
     from a sample. A vector is searched whole, in ``N / 2`` passes or on a GPU in fewer, if it has
-    up to 262,144 elements, or if the superset would be too large: because of k, or because a
-    single magnitude is too frequent.
+    up to 65,536 elements (262,144 on a GPU), or if the superset would be too large: because of k,
+    or because a single magnitude is too frequent.
 
     Attributes:
       density: k / n, above 0 and at most 1.

@@ -41,7 +41,10 @@ BLOCK = 2048
 def primitives(interpret: bool = False) -> Primitives:
     compact = functools.partial(select_above, implementation="interpret" if interpret else "triton")
     return Primitives(
-        functools.partial(search, interpret=interpret), compact, functools.partial(largest, interpret=interpret)
+        functools.partial(search, interpret=interpret),
+        compact,
+        functools.partial(largest, interpret=interpret),
+        lambda n: xla.LARGEST_SAMPLE,
     )
 
 

@@ -25,8 +25,9 @@ from .. import bitmap
 from .._varying import varying_as
 from ..select_above.xla import above, count_above, take
 
-# The number of elements in the sample. A vector of up to four times as many is searched whole.
-SAMPLE = 65536
+# On a CPU one of about so many elements is in the sample, within limits. All are powers of 2.
+SEGMENT = 64
+SMALLEST_SAMPLE, LARGEST_SAMPLE = 16384, 65536
 # The margin of the superset on either side of k, in standard deviations of the sampled rank.
 MARGIN = 4
 # How many magnitudes above the lower bound are tried before the whole vector is searched.
@@ -47,6 +48,11 @@ def search(x: jax.Array, k: ArrayLike) -> jax.Array:
     return lax.bitcast_convert_type(found, x.dtype)
 
 
+def sample_size(n: int) -> int:
+    """How many of ``n`` elements are in the sample on a CPU."""
+    return 2 ** (min(max(n // SEGMENT, SMALLEST_SAMPLE), LARGEST_SAMPLE).bit_length() - 1)
+
+
 class Primitives(NamedTuple):
     """The parts of the algorithm that are faster in one way on a CPU, and in another on a GPU.
 
@@ -56,11 +62,14 @@ class Primitives(NamedTuple):
         buffers of a given capacity.
       largest: computes the same of the k largest elements of a vector, by passes over the whole
         vector.
+      sample_size: computes how many of n elements are in the sample. A vector of up to four times
+        as many is searched whole.
     """
 
     search: Callable[[jax.Array, ArrayLike], jax.Array]
     compact: Callable[[jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
     largest: Callable[[jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
+    sample_size: Callable[[int], int]
 
 
 def largest(
@@ -70,13 +79,13 @@ def largest(
     return take_reached(x, k, reached(x, search(x, k)))
 
 
-PLAIN = Primitives(search, lambda x, threshold, capacity: take(x, above(x, threshold), capacity), largest)
+PLAIN = Primitives(search, lambda x, threshold, capacity: take(x, above(x, threshold), capacity), largest, sample_size)
 
 
 def kth_magnitude(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> jax.Array:
     if k >= x.shape[0]:
         return jnp.zeros((), x.dtype)
-    capacity = superset_capacity(x.shape[0], k)
+    capacity = superset_capacity(x.shape[0], k, primitives.sample_size(x.shape[0]))
     if capacity is None:
         return primitives.search(x, k)
     found = superset(x, k, capacity, primitives)
@@ -94,14 +103,19 @@ def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int, primiti
     return jnp.vectorize(lambda rank: primitives.search(x, rank))(k)
 
 
-def superset_capacity(n: int, k: int) -> int | None:
-    """The capacity of the superset, in elements; None if searching the whole vector is as good."""
-    if n <= 4 * SAMPLE:
+def superset_capacity(n: int, k: int, size: int) -> int | None:
+    """The capacity of the superset, in elements; None if searching the whole vector is as good.
+
+    Args:
+      n, k: the lengths of the vector and of what is selected.
+      size: the length of the sample.
+    """
+    if n <= 4 * size:
         return None
-    expected = k / n * SAMPLE
-    capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / SAMPLE)
+    expected = k / n * size
+    capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / size)
     # Round up. XLA divides a loop between the cores of a CPU, and unequal parts are far slower.
-    capacity = -(-capacity // (SAMPLE // 32)) * (SAMPLE // 32)
+    capacity = -(-capacity // (size // 32)) * (size // 32)
     return capacity if capacity <= n // 4 else None
 
 
@@ -121,10 +135,10 @@ def lower_bound(sampled: jax.Array, n: int, k: int, primitives: Primitives = PLA
     """A magnitude that is likely below the k-th largest of ``n``, and above that of a superset.
 
     Args:
-      sampled: from :func:`sample`, of ``SAMPLE`` elements.
+      sampled: from :func:`sample`.
       n, k: as of the whole vector.
     """
-    expected = k / n * SAMPLE
+    expected = k / n * sampled.shape[0]
     return primitives.search(sampled, math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
 
 
@@ -152,7 +166,7 @@ def superset(x: jax.Array, k: int, capacity: int, primitives: Primitives, marked
       marked: the lower bound, and what reaches it, for a caller that already has them.
     """
     if marked is None:
-        lower = lower_bound(sample(x, SAMPLE), x.shape[0], k, primitives)
+        lower = lower_bound(sample(x, primitives.sample_size(x.shape[0])), x.shape[0], k, primitives)
         values, indices, count = primitives.compact(x, lower, capacity)
     else:
         lower = marked.threshold
@@ -187,7 +201,7 @@ def in_superset(
     Returns:
       ``(values, indices, count)``, with the indices of elements in ``x``.
     """
-    capacity = superset_capacity(x.shape[0], k)
+    capacity = superset_capacity(x.shape[0], k, (PLAIN if marked else primitives).sample_size(x.shape[0]))
     if capacity is None:
         return choose(x)
     found = superset(x, k, capacity, primitives, marked)
@@ -239,7 +253,7 @@ def search_upwards(x: jax.Array, k: int, lower: jax.Array, primitives: Primitive
       x, k, primitives: as of :func:`in_superset`.
       lower: the bound.
     """
-    magnitudes = jnp.abs(sample(x, SAMPLE))
+    magnitudes = jnp.abs(sample(x, primitives.sample_size(x.shape[0])))
 
     def ascend(threshold: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
         threshold = jnp.min(jnp.where(magnitudes > threshold, magnitudes, jnp.inf))

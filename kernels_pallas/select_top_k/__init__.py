@@ -1,13 +1,17 @@
 """Exact top-k by magnitude."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 
 from .. import _check
 from .._implementation import choose
-from ..kth_magnitude.xla import SAMPLE, Marked, lower_bound, superset_capacity
+from ..kth_magnitude.xla import PLAIN, Marked, lower_bound, superset_capacity
 from . import xla
+
+# Up to this length a vector is selected from as fast without a bound that its caller found.
+SHORT = 262_144
 
 
 def select_top_k(
@@ -53,15 +57,29 @@ def select_top_k(
     return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x)
 
 
-def top_k_sample(n: int, k: int) -> int | None:
-    """How many elements :func:`top_k_bound` needs, or None if a bound would be of no use.
+class TopKSample(NamedTuple):
+    """What :func:`top_k_bound` needs, and what reaches it.
 
-    It is of no use where ``n`` is small, or ``k`` near ``n``: all elements are searched then.
+    Attributes:
+      size: how many elements it needs.
+      room: how many elements of the vector reach it at most, if the estimate holds.
     """
-    return None if k >= n or superset_capacity(n, k) is None else SAMPLE
+
+    size: int
+    room: int
 
 
-def top_k_bound(sampled: jax.Array, n: int, k: int) -> jax.Array:
+def top_k_sample(n: int, k: int) -> TopKSample | None:
+    """The sample for :func:`top_k_bound`, or None if a bound would be of no use.
+
+    It is of no use where ``n`` is small, or ``k`` near ``n``.
+    """
+    size = PLAIN.sample_size(n)
+    room = None if n <= SHORT or k >= n else superset_capacity(n, k, size)
+    return None if room is None else TopKSample(size, room)
+
+
+def top_k_bound(sampled: jax.Array, n: int, k: int, *, implementation: str | None = None) -> jax.Array:
     """A threshold that the k largest of ``n`` elements reach, and few others: a scalar.
 
     It is an estimate. :func:`select_top_k` checks it, and does without it if it does not hold.
@@ -69,5 +87,13 @@ def top_k_bound(sampled: jax.Array, n: int, k: int) -> jax.Array:
     Args:
       sampled: the elements at :func:`sample_places`, as many as :func:`top_k_sample` says.
       n, k: the length of the whole vector, and how many elements will be selected.
+      implementation: as of :func:`select_top_k`.
     """
-    return lower_bound(sampled, n, k)
+    algorithm = functools.partial(lower_bound, n=n, k=k)
+
+    def on_gpu(sampled, *, interpret=False):
+        from ..kth_magnitude import triton  # Imports Pallas, which takes a while.
+
+        return algorithm(sampled, primitives=triton.primitives(interpret))
+
+    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, sampled)
