@@ -14,6 +14,7 @@ import kernels_pallas
 import oracles
 from jsparse.bench import select as bench_select
 from kernels_pallas import bitmap
+from kernels_pallas.kth_magnitude import xla as kth_xla
 from tiers import quick
 
 LONG = 300_000  # More than 262,144: a vector of this length is sampled first, and may be marked.
@@ -83,6 +84,17 @@ def test_top_k_is_exact(name: str, n: int, k: int):
     assert_run(x, found, expected)
     want = np.sort(np.abs(x))[-k] if k < n else 0
     assert threshold == (want if want >= np.finfo(np.float32).tiny else 0)
+
+
+@pytest.mark.parametrize("density", quick([1e-4, 1e-3, 0.01, 0.05], 0.01))
+@pytest.mark.parametrize("n", quick([70_000, LONG, 1_200_000, 5_000_000], 70_000))
+def test_a_superset_holds_the_largest(n: int, density: float):
+    """If it did not, the results would be the same, and all of the vector would be searched."""
+    k = round(density * n)
+    capacity = kth_xla.superset_capacity(n, k, kth_xla.sample_size(n))
+    found = kth_xla.superset(jnp.asarray(make("gaussian", n)), k, capacity, kth_xla.PLAIN)
+    assert found.holds
+    assert np.count_nonzero(found.values) >= k
 
 
 # Magnitudes and how many of 300,000 elements have them; all others are 1. The 3,000th largest is,

@@ -33,7 +33,7 @@ from jsparse.select import (
     TopK,
     _candidates,
 )
-from kernels_pallas import bitmap, reaches, sample_places
+from kernels_pallas import bitmap, reaches, sample_places, top_k_sample
 from tiers import quick
 
 N = 40_000
@@ -256,7 +256,8 @@ def sums(kind: str, n: int) -> np.ndarray:
             return rng.standard_t(3, n).astype(np.float32)
         case "unseen":  # The sample sees none of the large elements, so the bound does not hold.
             seen = np.zeros(n, bool)
-            seen[sample_places(np.arange(65536, dtype=np.uint32), n, 65536)] = True
+            size = top_k_sample(n, round(DENSITY * n)).size
+            seen[sample_places(np.arange(size, dtype=np.uint32), n, size)] = True
             return np.where(seen, 1e-3 * x, x)
     return x
 
@@ -299,6 +300,16 @@ def test_what_is_found_among_candidates_is_what_the_whole_vector_has(select, kin
         for got, state_then in (marked, found):
             jax.tree.map(np.testing.assert_array_equal, got, expected[0])
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), state_then, expected[1])
+
+
+@pytest.mark.parametrize("density", quick([1e-4, 1e-3, 0.01, 0.05], 1e-3))
+@pytest.mark.parametrize("n", quick([300_000, 1_200_000, 5_000_000], 300_000))
+def test_the_candidates_of_a_normal_vector_are_complete(n: int, density: float):
+    """If they were not, the results would be the same, and all of the vector would be read."""
+    acc = jax.random.normal(jax.random.key(n), n)
+    found = _candidates.Candidates(acc, density, None)
+    assert found.complete
+    assert found.k < found.count < n / 4
 
 
 @pytest.mark.parametrize(
