@@ -67,6 +67,8 @@ def estimate_kth_magnitude(
     """
     x = _check.vector(x)
     _check.positive("sample", sample)
+    if isinstance(k, int) and k < x.shape[0] <= 4 * sample:
+        return kth_magnitude(x, k, implementation=implementation)
     estimate = functools.partial(xla.estimate_kth_magnitude, sample_size=sample)
     return _choose(implementation, estimate, x, jnp.asarray(k, jnp.int32))
 
