@@ -1,6 +1,8 @@
 """The exact k-th largest magnitude."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ def kth_magnitude(x: jax.Array, k: int, *, implementation: str | None = None) ->
     """
     x = _check.vector(x)
     _check.positive("k", k)
-    return _choose(implementation, functools.partial(xla.kth_magnitude, k=k), x)
+    return choose_primitives(implementation, functools.partial(xla.kth_magnitude, k=k), x)
 
 
 def estimate_kth_magnitude(
@@ -69,11 +71,13 @@ def estimate_kth_magnitude(
     _check.positive("sample", sample)
     if isinstance(k, int) and k < x.shape[0] <= 4 * sample:
         return kth_magnitude(x, k, implementation=implementation)
-    estimate = functools.partial(xla.estimate_kth_magnitude, sample_size=sample)
-    return _choose(implementation, estimate, x, jnp.asarray(k, jnp.int32))
+    estimate = functools.partial(xla.estimate_kth_magnitude, size=sample)
+    return choose_primitives(implementation, estimate, x, jnp.asarray(k, jnp.int32))
 
 
-def _choose(implementation, algorithm, *args):
+def choose_primitives(implementation: str | None, algorithm: Callable[..., Any], *args: Any) -> Any:
+    """Runs an algorithm with the ``primitives`` of the form that is chosen."""
+
     def on_gpu(*args, interpret=False):
         from . import triton  # Imports Pallas, which takes a while.
 

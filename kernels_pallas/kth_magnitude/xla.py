@@ -96,10 +96,10 @@ def kth_magnitude(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> jax.A
     )
 
 
-def estimate_kth_magnitude(x: jax.Array, k: jax.Array, sample_size: int, primitives: Primitives = PLAIN) -> jax.Array:
-    if x.shape[0] > 4 * sample_size:
-        k = jnp.maximum(jnp.round(k * (sample_size / x.shape[0])).astype(jnp.int32), 1)
-        x = sample(x, sample_size)
+def estimate_kth_magnitude(x: jax.Array, k: jax.Array, size: int, primitives: Primitives = PLAIN) -> jax.Array:
+    if x.shape[0] > 4 * size:
+        k = jnp.maximum(jnp.round(k * (size / x.shape[0])).astype(jnp.int32), 1)
+        x = sample(x, size)
     return jnp.vectorize(lambda rank: primitives.search(x, rank))(k)
 
 

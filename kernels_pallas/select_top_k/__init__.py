@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from .. import _check
-from .._implementation import choose
+from ..kth_magnitude import choose_primitives
 from ..kth_magnitude.xla import PLAIN, Marked, lower_bound, superset_capacity
 from . import xla
 
@@ -47,14 +47,7 @@ def select_top_k(
     """
     x = _check.vector(x)
     _check.positive("k", k)
-    algorithm = functools.partial(xla.select_top_k, k=k, marked=marked)
-
-    def on_gpu(x, *, interpret=False):
-        from ..kth_magnitude import triton  # Imports Pallas, which takes a while.
-
-        return algorithm(x, primitives=triton.primitives(interpret))
-
-    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, x)
+    return choose_primitives(implementation, functools.partial(xla.select_top_k, k=k, marked=marked), x)
 
 
 class TopKSample(NamedTuple):
@@ -89,11 +82,4 @@ def top_k_bound(sampled: jax.Array, n: int, k: int, *, implementation: str | Non
       n, k: the length of the whole vector, and how many elements will be selected.
       implementation: as of :func:`select_top_k`.
     """
-    algorithm = functools.partial(lower_bound, n=n, k=k)
-
-    def on_gpu(sampled, *, interpret=False):
-        from ..kth_magnitude import triton  # Imports Pallas, which takes a while.
-
-        return algorithm(sampled, primitives=triton.primitives(interpret))
-
-    return choose(implementation, {"xla": algorithm, "triton": on_gpu}, sampled)
+    return choose_primitives(implementation, functools.partial(lower_bound, n=n, k=k), sampled)
