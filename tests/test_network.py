@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jsparse import cli
 from jsparse.bench import hosts
@@ -266,12 +267,39 @@ def test_rates():
     assert bits_per_second("7bit") == 7
 
 
-def test_each_program_is_compiled_on_one_host(tmp_path, monkeypatch):
-    """And a second command, which asks in another order, is given the right ones."""
+@pytest.fixture
+def cache(tmp_path):
+    """The folder in which JAX keeps what it compiles during the test."""
+
+    def use(options):
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    given = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path / "cache"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in given}
+    use(given)
+    yield tmp_path / "cache"
+    use(before)
+
+
+def test_each_program_is_compiled_on_one_host(tmp_path, monkeypatch, cache):
+    """And a second command, which asks in another order, is given the right ones. None is in JAX's
+    cache: what is read from there cannot be given to another host.
+    """
     monkeypatch.setenv(hosts.FOLDER, str(tmp_path))
-    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     mesh = jax.sharding.Mesh(jax.devices(), "hosts")
     x = jax.device_put(jnp.full(8, 5.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("hosts")))
+
+    def cached(x):
+        return x + 3
+
+    jax.jit(cached).lower(x).compile()
+    assert len(list(cache.glob("jit_cached*"))) == 1
     programs = [jax.jit(fn).lower(x) for fn in (lambda x: x + 1, lambda x: 2 * x, lambda x: x - 1)]
     compile_here, compiled_on = Compiler._compile, []
 
@@ -287,3 +315,4 @@ def test_each_program_is_compiled_on_one_host(tmp_path, monkeypatch):
             values = [[float(run(x)[0]) for run in of] for of in compiled]
         assert values == [[(6, 10, 4)[i] for i in order]] * 2
         assert sorted(compiled_on) == [0, 0, 1]
+    assert not list(cache.glob("jit__lambda*"))

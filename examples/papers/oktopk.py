@@ -141,8 +141,7 @@ FIGURES = {
             "workers": 4,
             "batch": 4,
             "epochs": 10,
-            "rates": (1e-3,),
-            "seeds": 1,
+            "rates": (1e-3, 3e-3),
         },
     ),
     "12": weak_scaling(
@@ -178,7 +177,6 @@ FIGURES = {
             "epochs": 1,
             "examples": 20_000,
             "rates": (1e-3, 3e-3),
-            "seeds": 1,
         },
     ),
     "Table 1": Model(

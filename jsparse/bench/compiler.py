@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from .hosts import FOLDER
 
@@ -33,7 +34,9 @@ class Compiler:
         self._folder = pathlib.Path(os.environ[FOLDER]) if FOLDER in os.environ else None
         if self._folder:
             # A program that was read from JAX's own cache lacks parts when another host loads it.
+            # JAX asks only once whether it has a cache, and may have done so before.
             jax.config.update("jax_enable_compilation_cache", False)
+            compilation_cache.reset_cache()
         self._rank, self._hosts = rank, hosts
         self._asked = 0
 
