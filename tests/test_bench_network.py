@@ -227,7 +227,7 @@ def reports(job: NetworkJob) -> list[list[dict]]:
                 }
                 if number < 2:
                     ours = {"stated_bytes": 9e5, "least_bytes": 8e5, "most_bytes": 1e6, "memory": 0.3}
-                    report |= ours | {"computing_ms": [10.0, 12.0 + rank], "pass_ms": [4.0 + rank, 4.0]}
+                    report |= ours | {"computing_ms": [10.0, 12.0 + rank], "pass_ms": [4.0 + rank + number, 4.0]}
                 if name == "oktopk":
                     report["selection_ms"] = [5.0 + rank, 3.0]
                 told[rank].append(report)
@@ -244,13 +244,15 @@ def test_reports_are_combined(tmp_path, capsys):
     assert dense["bytes"] == 1e6 + 1
     assert (dense["selection_ms"], dense["rest_ms"], dense["communication_ms"]) == (0, 12, 84)
     assert (sparse["selection_ms"], sparse["rest_ms"], sparse["communication_ms"]) == (5, 7, 54)
-    # The slowest hosts computed for 10 and 14 ms, and for 6 and 4 ms in a pass.
-    assert (sparse["pass_ms"], sparse["passes"]) == (5, 12 / 5)
+    # The slowest hosts computed for 10 and 14 ms. In a pass, for 6 and 4 ms after dense, and for 7
+    # and 4 after oktopk.
+    assert (dense["pass_ms"], sparse["pass_ms"]) == (5, 5.5)
+    assert (dense["passes"], sparse["passes"]) == (12 / 5.25, 12 / 5.25)
     assert sparse["times_faster_than_dense"] == 96 / 66
     assert "communication_ms" not in peer
     network.show(figures)
     out = capsys.readouterr().out
-    for text in ("3 hosts at 1gbit", "3 hosts at 100mbit", "oktopk", "torch all_reduce", "1.45 x", " 2.4 ", "0.900"):
+    for text in ("3 hosts at 1gbit", "3 hosts at 100mbit", "oktopk", "torch all_reduce", "1.45 x", " 2.3 ", "0.900"):
         assert text in out
     network.draw_times(figures, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"

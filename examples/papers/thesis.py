@@ -155,6 +155,6 @@ FIGURES = {
         epochs=20,
         optimizer="adam",
         rates=(1e-3, 3e-3, 1e-2),
-        small={"workers": 4, "epochs": 4, "rates": (3e-3, 1e-2)},
+        small={"workers": 4, "rates": (3e-3, 1e-2)},
     ),
 }
