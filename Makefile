@@ -17,7 +17,7 @@ demo: $(VENV)/examples.stamp
 test: TIER = quick
 test-rest: TIER = rest
 test-all: TIER = all
-# What the tests compile is kept for a week, so the next run takes about two thirds of the time.
+# What the tests compile is kept for a week, so the next run takes about three quarters of the time.
 test test-rest test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/compiled
 test test-rest test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test test-rest test-all: $(VENV)/test.stamp $(VENV)/mpi.stamp $(VENV)/cuda.stamp $(VENV)/flax.stamp
