@@ -96,9 +96,9 @@ ALGORITHMS = {
     "quantized-sign": lambda density: jsparse.quantized("workers", quantize=quantize.Sign(64), split=False),
     "quantized-terngrad": lambda density: jsparse.quantized("workers", quantize=quantize.TernGrad(512), split=False),
     "qsgd": lambda density: jsparse.qsgd("workers"),
-    # As in the SparCML thesis's trainings.
+    # As in the SparCML thesis's trainings (section 5.4).
     "ssar_recursive_doubling-stochastic": lambda density: jsparse.ssar_recursive_doubling(
-        "workers", density=density, select=select.StochasticTopK(density)
+        "workers", select=select.StochasticTopK(density, bucket=512), scope="leaf", dense_below=10_000
     ),
     **{f"topk_allgather-{name}": functools.partial(selecting, kind) for name, kind in SELECTORS.items()},
 }

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import types
 
 import jax
@@ -20,9 +21,9 @@ from test_network import needs_network
 import jsparse
 import kernels_pallas
 from jsparse import cli
+from jsparse._presets.files import write
 from jsparse.bench import gradients, network, profile, torch_worker
 from jsparse.bench.alone import Alone
-from jsparse.bench.command import write_json
 from jsparse.bench.forms import FORMS
 from jsparse.bench.job import NetworkJob
 from jsparse.bench.network_worker import Selecting, synchroniser
@@ -167,6 +168,21 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "network", "--resume"])
     assert "name one" in capsys.readouterr().err
+    # What is not measured again stays, also of a form that lacks a rate.
+    figures["forms"] = [form for form in figures["forms"] if form["name"] == "oktopk"][:1]
+    path.write_text(json.dumps(figures))
+    cli.main([*options[:-4], "--form", "torch all_reduce", "--resume"])
+    assert {form["name"] for form in json.loads(path.read_text())["forms"]} == {"oktopk", "dense", "torch all_reduce"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b"{}", b'{"forms": [1]}'])
+def test_only_a_file_of_this_command_is_resumed(content: bytes, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "network", "--json", str(path), "--resume"])
+    assert f"{path} ends, but that has no figures of this command" in capsys.readouterr().err
+    assert path.read_bytes() == content
 
 
 def test_a_failure_at_the_first_rate_is_drawn(tmp_path):
@@ -180,20 +196,29 @@ def test_figures_are_written_where_they_can_be(tmp_path, monkeypatch):
     path, link, pipe = tmp_path / "x.json", tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(path)
     for number, name in enumerate((path, path, link)):
-        write_json(name, {"number": number})
+        write(name, {"number": number})
         assert json.loads(path.read_text()) == {"number": number}
     assert link.is_symlink()
     os.mkfifo(pipe)
     with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
-        write_json(pipe, {"number": 3})
+        write(pipe, {"number": 3})
         assert json.loads(reader.communicate(timeout=20)[0]) == {"number": 3}
 
     def refuse(*_):
-        raise OSError
+        raise OSError("refused")
 
-    monkeypatch.setattr(type(path), "replace", refuse)
-    write_json(path, {"number": 4})
-    assert json.loads(path.read_text()) == {"number": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "replace", refuse)
+        write(path, {"number": 4})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        patch.setattr(tempfile, "TemporaryDirectory", refuse)
+        write(path, {"number": 5})
+    assert json.loads(path.read_text()) == {"number": 5}
+    monkeypatch.setattr(os, "fsync", refuse)  # As on a full disk.
+    with pytest.raises(OSError, match="refused"):
+        write(path, {"number": 6})
+    assert json.loads(path.read_text()) == {"number": 5}
     assert set(tmp_path.iterdir()) == {path, link, pipe}
 
 

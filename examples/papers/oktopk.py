@@ -32,8 +32,8 @@ def weak_scaling(claim: str, size: int, density: float, hosts: tuple[int, ...], 
 
 FIGURES = {
     "4": Thresholds(
-        "A threshold of 25 steps before still selects about k elements; that of a fitted normal distribution selects "
-        "far fewer, above all later in the training.",
+        "A threshold of more than 25 steps before still selects about k elements; that of a fitted normal distribution "
+        "selects far fewer, above all after the first epochs.",
         **CIFAR10,
         algorithms=("oktopk",),
         workers=16,
@@ -45,8 +45,8 @@ FIGURES = {
         small=MNIST | {"workers": 8, "steps": 800, "every": 25, "rate": 0.05},
     ),
     "5": Xi(
-        "ξ rises at first and then stays about as it is; it is less at the higher density, and below the number of "
-        "workers.",
+        "ξ rises at first and then stays about as it is; it is mostly less at the higher density, and below the number "
+        "of workers.",
         **CIFAR10,
         algorithms=("oktopk",),
         workers=16,
@@ -180,7 +180,7 @@ FIGURES = {
         },
     ),
     "Table 1": Model(
-        "Of all, Ok-Topk sends the fewest words, whatever the number of workers.",
+        "Ok-Topk sends 2k to 6k words, whatever the number of workers, so it is the most scalable of all.",
         "words",
         MODELLED,
         (2, 4, 8, 16, 32, 64, 256, 1024, 4096),

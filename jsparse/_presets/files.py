@@ -120,15 +120,26 @@ def describe(preset: str, **options: Any) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Writes JSON atomically: at any time the file is the whole old one or the whole new one."""
-    path = pathlib.Path(path)
+    """Writes JSON atomically: at any time the file is the whole old one or the whole new one.
+
+    Links are followed. What is no plain file, such as a pipe, and a file whose place no other can
+    take, as its folder may not be written to, are written in place.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    path = pathlib.Path(path).resolve()
+    if path.exists() and (not path.is_file() or not os.access(path.parent, os.W_OK)):
+        path.write_text(text)
+        return
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
         new = pathlib.Path(directory, path.name)
         with new.open("w") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        new.replace(path)
+        try:
+            new.replace(path)
+        except OSError:
+            path.write_text(text)
 
 
 def _plain(value: Any) -> Any:

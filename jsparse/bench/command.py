@@ -1,6 +1,7 @@
 """Helpers that all ``jsparse`` commands share: parsers, options, progress bars, figures."""
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -11,6 +12,8 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
+
+from .._presets.files import write
 
 
 def add_commands(parser: argparse.ArgumentParser, metavar: str, *modules: Any) -> Any:
@@ -50,8 +53,20 @@ def whole_number(text: str) -> int:
 def output_file(text: str) -> pathlib.Path:
     """Reads the name of a file that a command writes later, and refuses one that it can't."""
     path = pathlib.Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} can't be written: name a file in a folder that you may write to")
+    return path
+
+
+def image_file(text: str) -> pathlib.Path:
+    """Reads the name of an image that a command draws later, and refuses one that it can't."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise argparse.ArgumentTypeError("plots need matplotlib: pip install matplotlib") from error
+    path, known = output_file(text), sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text} is no image file: let its name end with one of {', '.join(known)}")
     return path
 
 
@@ -81,7 +96,20 @@ def add_output_options(parser: argparse.ArgumentParser, *, plot: str, figures: s
         metavar="FILE",
         help=f"write {figures} to this JSON file; - for the standard output",
     )
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help=f"draw {plot} to this image file")
+    parser.add_argument("--plot", type=image_file, metavar="FILE", help=f"draw {plot} to this image file")
+
+
+def check_files_differ(args: argparse.Namespace) -> None:
+    """Refuses one file for two of ``--out``, ``--json`` and ``--plot``: one would be lost.
+
+    Raises:
+      ValueError: two are the same file.
+    """
+    given = {option: getattr(args, option, None) for option in ("out", "json", "plot")}
+    files = [(option, path.resolve()) for option, path in given.items() if isinstance(path, pathlib.Path)]
+    for (first, path), (second, other) in itertools.combinations(files, 2):
+        if path == other and (path.is_file() or not path.exists()):
+            raise ValueError(f"--{first} and --{second} are both {given[first]}: name two files")
 
 
 def output(
@@ -103,29 +131,9 @@ def output(
     else:
         show(figures)
         if args.json:
-            write_json(args.json, figures)
+            write(args.json, figures)
     if args.plot:
         draw(figures, args.plot)
-
-
-def write_json(path: pathlib.Path, figures: dict[str, Any]) -> None:
-    """Writes figures to a file, which has the old ones until it has all of the new.
-
-    It is written in place where it is no plain file, or where no other can take its place.
-    """
-    text = json.dumps(figures, indent=2)
-    if path.is_file():
-        path = path.resolve()
-    elif path.exists():  # Such as a pipe.
-        path.write_text(text)
-        return
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_text(text)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        path.write_text(text)
 
 
 def progress_bar(*, disable: bool = False) -> rich.progress.Progress:
@@ -152,9 +160,7 @@ def subplots(*shape: int, size: tuple[float, float], **options: Any) -> tuple[An
       size: width and height, in inches.
       **options: those of matplotlib's ``Figure.subplots``.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(*shape, **options)

@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .command import output, write_json
+from .._presets.files import write
+from .command import output
 from .job import Job
 from .reports import Reports, WorkerFailedError
 
@@ -48,9 +49,9 @@ def measure_forms(
       WorkerFailedError: a worker failed.
       ValueError: ``--resume`` has no file, or that of another job.
     """
-    before = resumed(args, describe(job, []), key) if args.resume else []
-    measured = {result["name"] for result in before}
+    before, measured = resumed(args, describe(job, []), key) if args.resume else ([], set())
     missing = [name for name in job.forms if name not in measured]
+    before = [result for result in before if result["name"] not in missing]
 
     def figures(reports: Reports) -> dict[str, Any]:
         return describe(job, [*before, *combine(reports)])
@@ -58,7 +59,7 @@ def measure_forms(
     def keep(reports: Reports) -> None:
         if isinstance(args.json, pathlib.Path):
             with contextlib.suppress(OSError):  # The disk may be full only now.
-                write_json(args.json, figures(reports))
+                write(args.json, figures(reports))
 
     try:
         reports = measure(dataclasses.replace(job, forms=missing), keep) if missing else []
@@ -69,28 +70,37 @@ def measure_forms(
     output(args, figures(reports), show, draw)
 
 
-def resumed(args: argparse.Namespace, described: dict[str, Any], key: str) -> list[Result]:
-    """The results in ``--json``'s file of forms that were measured at every rate.
+def resumed(args: argparse.Namespace, described: dict[str, Any], key: str) -> tuple[list[Result], set[str]]:
+    """The results in ``--json``'s file.
 
     Args:
       args: the options.
       described: the figures without results.
       key: the results' key.
 
+    Returns:
+      The results; and the names of the forms that were measured at every rate.
+
     Raises:
-      ValueError: there is no file to write to, or it is of another job.
+      ValueError: there is no file to write to, or it is of another job or no such file.
     """
     if not isinstance(args.json, pathlib.Path):
         raise ValueError("--resume reads what there is from the file of --json: name one")
     if not args.json.exists():
-        return []
-    figures = json.loads(args.json.read_text())
+        return [], set()
+    try:
+        figures = json.loads(args.json.read_text())
+        names = [result["name"] for result in figures[key]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"--resume goes on where {args.json} ends, but that has no figures of this command: name another file, or "
+            "leave --resume out"
+        ) from error
     for name, value in described.items():
         if name not in ("forms", key) and figures.get(name) != value:
             raise ValueError(
                 f"--resume goes on where {args.json} ends, but {name} is {figures.get(name)} there and {value} here: "
                 "give the same options, or name another file"
             )
-    results: list[Result] = figures[key]
-    counts = collections.Counter(result["name"] for result in results)
-    return [result for result in results if counts[result["name"]] == len(described["rates"])]
+    counts = collections.Counter(names)
+    return figures[key], {name for name, count in counts.items() if count == len(described["rates"])}

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("jsparse: error: the command line needs rich: pip install 'jsparse[cli]'") from None
     # These modules import rich.
     from .. import bench
-    from ..bench.command import add_commands
+    from ..bench.command import add_commands, check_files_differ
     from . import network, plan, tune
 
     argv = sys.argv[1:] if argv is None else argv
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench.add_benchmarks(benchmarks)
     args = parser.parse_args(argv)
     try:
+        check_files_differ(args)
         args.run(args)
     except ValueError as error:
         parser.error(str(error))

@@ -12,7 +12,6 @@ process and no network stays behind. Needs Linux and root.
 """
 
 import argparse
-import json
 import sys
 import time
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import rich.console
 import rich.table
 
+from .._presets.files import write
 from ..bench.command import numbers, output_file
 from ..bench.hosts import Network, run_everywhere
 
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> None:
             for status, counted in zip(statuses, counters, strict=True)
         ],
     }
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2))
     show(figures)
+    if args.json:
+        write(args.json, figures)
     if any(statuses):
         sys.exit(1)
 

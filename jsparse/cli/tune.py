@@ -143,9 +143,11 @@ def run(args: argparse.Namespace) -> None:
         figures, content = tune(args, mesh, tell)
     if first:
         # From here on only the first process works; nothing is sent any more.
-        write(args.out, content | {"tune": figures})
-        figures["out"] = str(args.out)
-        output(args, figures, show, draw_times)
+        try:  # What was measured is shown also where the choice can't be written.
+            write(args.out, content | {"tune": figures})
+        finally:
+            figures["out"] = str(args.out)
+            output(args, figures, show, draw_times)
 
 
 def mesh_of(args: argparse.Namespace) -> Mesh:
