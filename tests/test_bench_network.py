@@ -432,8 +432,11 @@ def test_gradients_for_pytorch():
     ("arguments", "message"),
     [
         (["--density", "3"], "density is 3.0"),
-        (["--hosts", "1"], "--hosts is 1; it is at least 2"),
-        (["--hosts", "300"], "there are to be 300 hosts"),
+        (["--hosts", "1"], "argument --hosts: it is 1; give a whole number, from 2 to 250"),
+        (["--size", "1e9", "--devices", "1000"], "--size is 1,000,000,000, for 4000 workers"),
+        (["--devices", "nan"], "argument --devices: it is nan"),
+        (["--rate", "1gbit", "1bit"], "the rate is '1bit'; give one from 8bit"),
+        (["--hosts", "300"], "argument --hosts: it is 300; give a whole number, from 2 to 250"),
         (["--repeats", "0"], "at least 1"),
         (["--rate", "1gbit", "fast"], "the rate is 'fast'"),
         (["--form", "best"], "--form is 'best'; choose from dense; "),

@@ -111,8 +111,12 @@ def test_a_training_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hosts", "1"], "--hosts is 1"),
-        (["--steps", "0"], "--steps is 0"),
+        (["--hosts", "1"], "argument --hosts: it is 1"),
+        (["--steps", "0"], "argument --steps: it is 0"),
+        (["--seed", "-1"], "argument --seed: it is -1; give a whole number, from 0 to 4294967295"),
+        (["--learning-rate", "nan"], "argument --learning-rate: it is nan; give a finite number, above 0"),
+        (["--target", "nan"], "argument --target: it is nan; give a finite number"),
+        (["--target", "inf"], "argument --target: it is inf"),
         (["--form", "magic"], "--form is 'magic'; choose from dense"),
         (["--rate", "fast"], "write it like 100mbit"),
         (["--net", "vgg16"], "--data cifar10 or random"),

@@ -778,6 +778,26 @@ def test_as_a_source_of_grain(tmp_path, workers: int):
 # The benchmark.
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--latency", "nan"], "argument --latency: it is nan; give a finite number, at least 0"),
+        (["--latency", "inf"], "argument --latency: it is inf"),
+        (["--latency", "1e300"], "--latency is 1e+300 and --rate 1; so a sample takes 1e+297 s"),
+        (["--rate", "0"], "argument --rate: it is 0; give a finite number, above 0"),
+        (["--size", "1e15"], "argument --size: it is 1e15; give a whole number, from 0 to 2147483647"),
+        (["--size", "2e9", "--samples", "1e6"], "--samples is 1,000,000 and --size 2,000,000,000: that takes"),
+        (["--directory", "/proc"], "--directory is /proc, and no directory can be made there"),
+        (["--directory", "/no/such"], "name a directory that you may write to"),
+        (["--epochs", "0"], "argument --epochs: it is 0"),
+    ],
+)
+def test_wrong_options_of_the_benchmark(options: list[str], message: str, capsys):
+    with pytest.raises(SystemExit):
+        jsparse.cli.main(["bench", "data", *options])
+    assert message in capsys.readouterr().err
+
+
 def test_the_benchmark(tmp_path, capsys):
     jsparse.cli.main(["bench", "data", "--samples", "10", "--latency", "10", "--repeats", "2", "--json", "-"])
     figures = json.loads(capsys.readouterr().out)

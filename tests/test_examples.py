@@ -25,6 +25,7 @@ from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
 from jsparse.bench.images import load_images
+from jsparse.cli import plan
 
 DATA = os.environ.get("JSPARSE_DATA")
 ROOT = pathlib.Path(__file__).parent.parent
@@ -803,25 +804,39 @@ def test_plan_of_a_sharded_model(tmp_path, capsys):
     [
         ([], "required"),
         (["bench", "select", "--density", "3"], "density is 3.0"),
-        (["bench", "select", "--size", "0"], "at least 1"),
+        (["bench", "select", "--size", "0"], "from 1 to 2147483647"),
+        (["bench", "select", "--seed", "-1"], "argument --seed: it is -1; give a whole number, at least 0"),
+        (
+            ["bench", "select", "--size", "1e15"],
+            "argument --size: it is 1e15; give a whole number, from 1 to 2147483647",
+        ),
+        (["bench", "profile", "dense", "--size", "1e15"], "argument --size: it is 1e15"),
         (["bench", "pto", "--workers", "0"], "at least 1"),
+        (["bench", "pto", "--width", "1e6"], "--width is 1,000,000"),
         (["bench", "pto", "--workers", "1000"], "1000 workers need as many devices"),
         (["bench", "select", "--size", "80", "--distribution", "digits"], "87 parameters"),
         (["plan", "--workers", "4"], "--parameters, --bandwidth"),
         ([*PLAN, "--density", "0"], "density is 0.0"),
-        ([*PLAN, "--parameters", "0"], "--parameters is 0"),
-        ([*PLAN, "--bandwidth", "0"], "0.0 Gbit/s"),
+        ([*PLAN, "--parameters", "0"], "argument --parameters: it is 0; give a whole number, at least 1"),
+        ([*PLAN, "--bandwidth", "0"], "argument --bandwidth: it is 0; give a number, above 0"),
+        ([*PLAN, "--node-bandwidth", "nan"], "argument --node-bandwidth: it is nan"),
+        ([*PLAN, "--workers", "0"], "argument --workers: it is 0; give a whole number, at least 1"),
+        ([*PLAN, "--workers", "-3"], "argument --workers: it is -3"),
+        ([*PLAN, "--overlap", "-1"], "argument --overlap: it is -1"),
+        ([*PLAN, "--every", "0"], "argument --every: it is 0"),
         ([*PLAN, "--gpus-per-node", "5"], "32 workers do not fill nodes of 5"),
-        ([*PLAN, "--gpus-per-node", "0"], "gpus is 0"),
-        ([*PLAN, "--shards", "0"], "--shards is 0"),
+        ([*PLAN, "--gpus-per-node", "0"], "argument --gpus-per-node: it is 0"),
+        ([*PLAN, "--shards", "0"], "argument --shards: it is 0"),
         ([*PLAN, "--shards", "3", "--gpus-per-node", "4"], "choose shards that divide 4"),
         ([*PLAN, "--links", "2"], "links is 2"),
         ([*PLAN, "--selection-time", "-1"], "at least 0"),
-        ([*PLAN, "--step-time", "nan"], "finite and at least 0"),
-        ([*PLAN, "--selection-time", "inf"], "finite and at least 0"),
-        ([*PLAN, "--latency", "inf"], "alpha is inf"),
+        ([*PLAN, "--step-time", "nan"], "it is nan; give a finite number, at least 0"),
+        ([*PLAN, "--selection-time", "inf"], "finite number, at least 0"),
+        ([*PLAN, "--latency", "inf"], "argument --latency: it is inf"),
         ([*PLAN, "--bandwidth", "1e-307"], "takes longer than floats can tell"),
-        ([*PLAN, "--parameters", "1e400"], "invalid whole_number value"),
+        ([*PLAN, "--parameters", "1e400"], "argument --parameters: it is 1e400; give a whole number"),
+        ([*PLAN, "--parameters", "nan"], "argument --parameters: it is nan"),
+        ([*PLAN, "--parameters", "1.5"], "argument --parameters: it is 1.5"),
         ([*PLAN, "--workers", "1" + 20 * "0"], "up to 2**53"),
         ([*PLAN, "--plot", "/no/such/folder/x.png"], "argument --plot: /no/such/folder/x.png can't be written"),
         ([*PLAN, "--json", "/no/such/folder/x.json"], "name a file in a folder that you may write to"),
@@ -839,6 +854,17 @@ def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_fails_ends_the_command_line(monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device", "x.json")
+
+    monkeypatch.setattr(plan, "output", full)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(PLAN)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "jsparse: error: [Errno 28] No space left on device: 'x.json'\n"
 
 
 def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:

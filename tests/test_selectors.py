@@ -528,6 +528,13 @@ def test_gaussian_adjusts_its_threshold(name: str, adjust: str):
             assert np.isin(x.indices[: int(x.count)], code).all()
 
 
+@pytest.mark.parametrize("density", [1e-16, 5e-324])
+def test_gaussian_selects_the_largest_at_tiny_densities(density: float):
+    select = GaussianThreshold(density)
+    x, _ = select(jnp.arange(10.0), select.init(10, jnp.float32), jnp.int32(0), jnp.int32(0))
+    assert x.indices.tolist() == [9]
+
+
 def test_reuse_counts_instead_of_searching():
     """Between exact evaluations the threshold moves with the gradients, and is not exact."""
     exact = 0

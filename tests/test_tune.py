@@ -4,6 +4,7 @@ import inspect
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -179,6 +180,22 @@ def test_a_fast_network(network, tmp_path, capsys):
     assert tune.recommended(results)["preset"] == "oktopk"
 
 
+def without_loss():
+    return 1, 2.0, 3.0
+
+
+def of_ints():
+    return lambda params, batch: jnp.float32(params.sum()), np.ones(3, np.int32), 1.0
+
+
+def vector_loss():
+    return lambda params, batch: params * batch, np.ones(3), 1.0
+
+
+def other_loss():
+    return lambda params: params.sum(), np.ones(3), 1.0
+
+
 def model():
     return lambda params, batch: ((batch @ params["w"]) ** 2).mean(), {"w": np.ones((500, 2))}, np.ones((4, 500))
 
@@ -208,9 +225,16 @@ def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parameters", "0"], "at least 1"),
+        (["--parameters", "0"], "from 1 to 2147483647"),
+        (["--parameters", "1e15"], "argument --parameters: it is 1e15; give a whole number, from 1 to 2147483647"),
+        (["--parameters", "10", "--distributed", "x:y", "--processes", "2", "--rank", "0"], "--distributed is x:y; in"),
         (["--parameters", "10", "--density", "2"], "density is 2"),
-        (["--parameters", "10", "--step-time", "-1"], "milliseconds"),
+        (["--parameters", "10", "--step-time", "-1"], "argument --step-time: it is -1"),
+        (["--model", "test_tune:model", "--step-time", "nan"], "argument --step-time: it is nan"),
+        (["--parameters", "10", "--step-time", "inf"], "argument --step-time: it is inf; give a finite number"),
+        (["--parameters", "10", "--gpus-per-node", "-2"], "argument --gpus-per-node: it is -2"),
+        (["--parameters", "10", "--workers", "0"], "argument --workers: it is 0; give a whole number, at least 1"),
+        (["--parameters", "10", "--workers", "-1"], "argument --workers: it is -1"),
         (["--parameters", "10", "--distributed", "localhost:1"], "takes --processes and --rank"),
         (["--parameters", "10", "--rank", "1"], "nothing without --distributed"),
         (["--parameters", "10", "--distributed", "localhost:1", "--processes", "2", "--rank", "2"], "from 0 to 1"),
@@ -219,7 +243,13 @@ def test_on_devices(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
         (["--parameters", "10", "--workers", "99"], "8 devices"),
         (["--parameters", "10", "--workers", "6", "--gpus-per-node", "4"], "do not fill nodes"),
         (["--model", "nowhere:model"], "MODULE:FUNCTION"),
-        (["--model", "test_tune"], "MODULE:FUNCTION"),
+        (["--model", "test_tune"], "--model is 'test_tune'; it is MODULE:FUNCTION"),
+        (["--model", ":model"], "--model is ':model'; it is MODULE:FUNCTION"),
+        (["--model", "os:getcwd"], "--model is 'os:getcwd', which returns str; it is MODULE:FUNCTION"),
+        (["--model", "test_tune:without_loss"], "which returns (int, float, float); it is MODULE:FUNCTION"),
+        (["--model", "test_tune:of_ints"], "whose params are int32; return arrays of floats"),
+        (["--model", "test_tune:vector_loss"], "whose loss_fn returns ShapeDtypeStruct(shape=(3,), dtype=float32)"),
+        (["--model", "test_tune:other_loss"], "its loss_fn(params, batch) fails"),
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys, tmp_path):

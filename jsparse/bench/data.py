@@ -16,11 +16,14 @@ import rich.console
 import rich.table
 
 from ..data import DataCache
-from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots, whole_number
+from .command import add_output_options, numbers, output, progress_bar, subplots
+from .options import LONGEST, check_memory, real, whole
 from .timing import spread, timed
 
 HELP = "time epochs of reading from a slow store, with and without a cache on the local disk and in memory"
 FORMS = ("no cache", "cache", "cache, second run", "cache, no memory")
+# Seconds that the store may wait for a sample.
+MOST_WAIT = 3600
 
 
 class Store:
@@ -46,14 +49,18 @@ class Store:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=whole_number, default=1000, help="samples in an epoch (default 1000)")
+    parser.add_argument("--samples", type=whole(1, LONGEST), default=1000, help="samples in an epoch (default 1000)")
     parser.add_argument(
-        "--size", type=whole_number, default=27_648, help="bytes of a sample (default: an image of 96 x 96 x 3)"
+        "--size", type=whole(0, LONGEST), default=27_648, help="bytes of a sample (default: an image of 96 x 96 x 3)"
     )
-    parser.add_argument("--latency", type=float, default=1.0, metavar="MS", help="of the store (default 1 ms)")
-    parser.add_argument("--rate", type=float, default=1.0, metavar="GBIT/S", help="of the store (default 1 Gbit/s)")
-    parser.add_argument("--epochs", type=int, default=3, help="epochs of each run (default 3)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each form; the forms take turns (default 5)")
+    parser.add_argument("--latency", type=real(0), default=1.0, metavar="MS", help="of the store (default 1 ms)")
+    parser.add_argument(
+        "--rate", type=real(above=0), default=1.0, metavar="GBIT/S", help="of the store (default 1 Gbit/s)"
+    )
+    parser.add_argument("--epochs", type=whole(1), default=3, help="epochs of each run (default 3)")
+    parser.add_argument(
+        "--repeats", type=whole(1), default=5, help="runs of each form; the forms take turns (default 5)"
+    )
     parser.add_argument(
         "--directory", type=pathlib.Path, help="where the cache makes a directory (default: for temporary files)"
     )
@@ -61,17 +68,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_at_least(args, samples=1, size=0, latency=0, epochs=1, repeats=1)
-    if not args.rate > 0:
-        raise ValueError(f"--rate is {args.rate}; it is more than 0 Gbit/s")
-    if args.directory and not args.directory.is_dir():
-        raise ValueError(f"--directory is {args.directory}, which is not there: make it, or name another one")
-    store = Store(args.samples, args.size, args.latency / 1e3 + 8 * args.size / (args.rate * 1e9))
+    # The store and the cache have the samples in memory.
+    check_memory(2 * args.samples * args.size, f"--samples is {args.samples:,} and --size {args.size:,}")
+    wait = args.latency / 1e3 + 8 * args.size / (args.rate * 1e9)
+    if wait > MOST_WAIT:
+        raise ValueError(
+            f"--latency is {args.latency:g} and --rate {args.rate:g}; so a sample takes {wait:.3g} s, and at most "
+            f"{MOST_WAIT} s are allowed: lower --latency, or raise --rate"
+        )
+    try:
+        parent = tempfile.TemporaryDirectory(dir=args.directory)
+    except OSError as error:
+        raise ValueError(
+            f"--directory is {args.directory or 'not given'}, and no directory can be made there ({error}): name a "
+            "directory that you may write to"
+        ) from error
     figures = {name: getattr(args, name) for name in ("samples", "size", "latency", "rate", "repeats")}
-    output(args, figures | {"forms": measure(store, args.epochs, args.repeats, args.directory)}, show, draw_times)
+    with parent as directory:
+        store = Store(args.samples, args.size, wait)
+        measured = measure(store, args.epochs, args.repeats, pathlib.Path(directory))
+    output(args, figures | {"forms": measured}, show, draw_times)
 
 
-def measure(store: Store, epochs: int, repeats: int, directory: pathlib.Path | None) -> list[dict[str, Any]]:
+def measure(store: Store, epochs: int, repeats: int, directory: pathlib.Path) -> list[dict[str, Any]]:
     """Times each epoch of each form.
 
     Args:
@@ -92,7 +111,7 @@ def measure(store: Store, epochs: int, repeats: int, directory: pathlib.Path | N
             source[index]
 
     # All directories stay to the end: ext4 creates files slowly after many were deleted.
-    with progress_bar() as progress, tempfile.TemporaryDirectory(dir=directory) as parent:
+    with progress_bar() as progress:
         task = progress.add_task("reading", total=repeats * len(times))
         memory = 2 * sum(len(sample) + 1000 for sample in store.samples)
         for number in range(repeats):
@@ -100,7 +119,7 @@ def measure(store: Store, epochs: int, repeats: int, directory: pathlib.Path | N
                 source: Any = store
                 if form != "no cache":
                     size, name = (0, "own") if form == "cache, no memory" else (memory, "shared")
-                    where = pathlib.Path(parent) / f"{number}-{name}"
+                    where = directory / f"{number}-{name}"
                     source = DataCache(store, where, key="benchmark", memory_bytes=size)
                 for epoch in range(epochs):
                     before = source.stats if form != "no cache" else None

@@ -41,6 +41,9 @@ mount --bind "$hosts" /etc/hosts
 rm "$hosts"
 echo ready
 exec cat"""
+# tc counts whole bytes a second, and holds what a link may send at once in 32 bits.
+LEAST_RATE, MOST_RATE = 8, 1e13
+MOST_HOSTS = 250
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 # A link may send the bytes of one millisecond at once, and at least these: Linux hands over
 # pieces of 64 KiB.
@@ -72,9 +75,12 @@ def bits_per_second(rate: str) -> float:
     2500000000.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
-    if not match or not float(match[1]):
+    if not match:
         raise ValueError(f"the rate is {rate!r}; write it like 100mbit or 2.5gbit")
-    return float(match[1]) * UNITS[match[2]]
+    bits = float(match[1]) * UNITS[match[2]]
+    if not LEAST_RATE <= bits <= MOST_RATE:
+        raise ValueError(f"the rate is {rate!r}; give one from 8bit to 10000gbit, written like 100mbit or 2.5gbit")
+    return bits
 
 
 def share_of(cores: Sequence[int], rank: int, hosts: int) -> Sequence[int]:
@@ -105,8 +111,8 @@ class Network:
     """
 
     def __init__(self, hosts: int, rate: str, latency: str | None = None):
-        if not 1 <= hosts <= 250:
-            raise ValueError(f"there are to be {hosts} hosts; choose 1 to 250")
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(f"there are to be {hosts} hosts; choose 1 to {MOST_HOSTS}")
         bits_per_second(rate)
         if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
             raise ValueError(f"the latency is {latency!r}; write it like 500us or 2ms")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from .._vector.density import check_density
-from .command import check_at_least
 from .forms import Form
-from .hosts import bits_per_second
+from .hosts import MOST_HOSTS, bits_per_second
+from .options import whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Job:
           ValueError: one of the options of :func:`add_job_options` is wrong.
         """
         check_density(args.density)
-        check_at_least(args, hosts=2)
         for rate in args.rates:
             bits_per_second(rate)
         forms = list(dict.fromkeys(["dense", *(args.forms or default)]))
@@ -96,7 +95,9 @@ def add_job_options(parser: argparse.ArgumentParser, *, form: str) -> None:
       parser: the command's parser.
       form: the help text of ``--form``.
     """
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="number of hosts (default 4)")
+    parser.add_argument(
+        "--hosts", type=whole(2, MOST_HOSTS), default=4, metavar="P", help="number of hosts (default 4)"
+    )
     parser.add_argument(
         "--rate",
         dest="rates",

@@ -40,10 +40,11 @@ import rich.console
 import rich.table
 
 from .._vector.density import elements_kept
-from .command import add_output_options, check_at_least, numbers, subplots, whole_number
+from .command import add_output_options, numbers, subplots
 from .forms import FORMS
 from .hosts import bits_per_second
 from .job import NetworkJob, add_job_options
+from .options import LONGEST, check_memory, whole
 from .reports import Reports, run_workers, slowest
 from .resume import Result, measure_forms
 from .timing import spread
@@ -58,19 +59,29 @@ TOGETHER = 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser, form="measure this form, beside dense; repeatable (default: all)")
     parser.add_argument(
-        "--size", type=whole_number, default=14_728_266, metavar="N", help="n, the gradient's length (default 14728266)"
+        "--size",
+        type=whole(1, LONGEST),
+        default=14_728_266,
+        metavar="N",
+        help="n, the gradient's length (default 14728266)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=9, help="timed steps of each form (default 9; fewer for slow ones)"
+        "--repeats", type=whole(1), default=9, help="timed steps of each form (default 9; fewer for slow ones)"
     )
     parser.add_argument(
-        "--devices", type=int, default=1, metavar="D", help="workers on each host, each with a gradient (default 1)"
+        "--devices",
+        type=whole(1),
+        default=1,
+        metavar="D",
+        help="workers on each host, each with a gradient (default 1)",
     )
     add_output_options(parser, plot="the times", figures="the figures, as they come,")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_at_least(args, size=1, repeats=1, devices=1)
+    # A gradient and a residual of each worker.
+    workers = args.hosts * args.devices
+    check_memory(8 * args.size * workers, f"--size is {args.size:,}, for {workers} workers")
     ours = [form.name for form in FORMS]
     # A process of PyTorch is one worker.
     names = ours if args.devices > 1 else [*ours, *TORCH_FORMS]

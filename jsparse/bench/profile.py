@@ -23,10 +23,11 @@ import rich.table
 
 from .._vector.density import check_density
 from .alone import Alone
-from .command import add_output_options, check_at_least, numbers, output, subplots, whole_number
+from .command import add_output_options, numbers, output, subplots
 from .forms import FORMS, Form
-from .gradients import in_leaves, worker_gradients
+from .gradients import GRADIENTS, in_leaves, worker_gradients
 from .network_worker import synchroniser
+from .options import LONGEST, check_memory, whole
 from .timing import WARM_UP, timed
 
 HELP = "see where the computing of a synchronisation goes, function by function"
@@ -42,17 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [form.name for form in FORMS]
     parser.add_argument("form", choices=names, metavar="FORM", help="as in jsparse bench network, such as oktopk")
     parser.add_argument(
-        "--size", type=whole_number, default=14_728_266, metavar="N", help="n, the gradient's length (default 14728266)"
+        "--size",
+        type=whole(1, LONGEST),
+        default=14_728_266,
+        metavar="N",
+        help="n, the gradient's length (default 14728266)",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument("--hosts", type=int, default=4, metavar="P", help="whose messages are received (default 4)")
-    parser.add_argument("--repeats", type=int, default=9, help="steps (default 9)")
+    parser.add_argument(
+        "--hosts", type=whole(2), default=4, metavar="P", help="whose messages are received (default 4)"
+    )
+    parser.add_argument("--repeats", type=whole(1), default=9, help="steps (default 9)")
     add_output_options(parser, plot="the times")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_at_least(args, size=1, hosts=2, repeats=1)
     check_density(args.density)
+    # The gradients of several steps, and a residual.
+    check_memory(4 * (GRADIENTS + 1) * args.size, f"--size is {args.size:,}")
     form = next(form for form in FORMS if form.name == args.form)
     if (form.levels or form.pairs) and args.hosts % 2:
         raise ValueError(f"--hosts is {args.hosts}; {form.name} has pairs of hosts, so take an even number")

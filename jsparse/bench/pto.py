@@ -12,6 +12,7 @@ on one device, without a network. This time shows the work saved on a worker of 
 
 import argparse
 import contextlib
+import math
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -31,7 +32,8 @@ from .._share.sharded import sharded
 from .._share.trust_ratio import lars, sums_of_squares
 from .._train.placement import state_specs
 from .alone import Alone
-from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
+from .command import add_output_options, numbers, output, progress_bar, subplots
+from .options import check_memory, whole
 from .timing import spread, timed
 
 HELP = "time trust ratios, LARS and Adam, done whole by every worker and in parts"
@@ -105,17 +107,18 @@ def tasks(comm: Any) -> list[list[Form]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=int, default=8, help="P (default 8); virtual devices where there are too few real ones"
+        "--workers", type=whole(1), default=8, help="P (default 8); virtual devices where there are too few real ones"
     )
     parser.add_argument(
-        "--width", type=int, default=64, help="channels of the first stage (default 64, as in ResNet-50)"
+        "--width", type=whole(1), default=64, help="channels of the first stage (default 64, as in ResNet-50)"
     )
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
+    parser.add_argument(
+        "--repeats", type=whole(1), default=9, help="runs of each form; the forms take turns (default 9)"
+    )
     add_output_options(parser, plot="the times")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_at_least(args, workers=1, width=1, repeats=1)
     with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
         jax.config.update("jax_num_cpu_devices", args.workers)
     devices = jax.devices() if len(jax.devices()) >= args.workers else jax.devices("cpu")
@@ -124,10 +127,12 @@ def run(args: argparse.Namespace) -> None:
             f"{args.workers} workers need as many devices; this process has {len(devices)}: lower --workers"
         )
     shapes = resnet50(args.width)
+    parameters = sum(math.prod(shape) for shape in shapes)
+    check_memory(8 * parameters, f"--width is {args.width:,}")  # The parameters and a gradient.
     figures = {
         "workers": args.workers,
         "layers": len(shapes),
-        "parameters": sum(int(np.prod(shape)) for shape in shapes),
+        "parameters": parameters,
         "device": devices[0].device_kind,
         "jax": jax.__version__,
         "forms": measure(devices[: args.workers], shapes, args.repeats),

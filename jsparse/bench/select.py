@@ -18,8 +18,9 @@ import kernels_pallas
 
 from .. import select
 from .._vector.density import check_density, elements_kept
-from .command import add_output_options, check_at_least, numbers, output, progress_bar, subplots
+from .command import add_output_options, numbers, output, progress_bar, subplots
 from .gradients import DISTRIBUTIONS, draw
+from .options import LONGEST, check_memory, whole
 from .timing import spread, timed
 
 HELP = "time the selectors beside lax.top_k, lax.approx_max_k and jnp.nonzero"
@@ -42,7 +43,10 @@ class Form(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--size", type=int, default=14_728_266, help="n, the vector's length (default: that of VGG-16's gradient)"
+        "--size",
+        type=whole(1, LONGEST),
+        default=14_728_266,
+        help="n, the vector's length (default: that of VGG-16's gradient)",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
@@ -52,14 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="distribution of the values (default gaussian); digits: the gradient of a net of about n "
         "parameters on scikit-learn's digits",
     )
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each form; the forms take turns (default 9)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
+    parser.add_argument(
+        "--repeats", type=whole(1), default=9, help="runs of each form; the forms take turns (default 9)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the random values (default 0)")
     add_output_options(parser, plot="the times")
 
 
 def run(args: argparse.Namespace) -> None:
     check_density(args.density)
-    check_at_least(args, size=1, repeats=1)
+    check_memory(8 * args.size, f"--size is {args.size:,}")  # The vector, and a copy of it.
     x = jnp.asarray(draw(args.distribution, args.size, args.seed))
     k = elements_kept(args.density, x.shape[0])
     figures = {

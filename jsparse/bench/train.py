@@ -31,9 +31,10 @@ import jax
 import rich.console
 import rich.table
 
-from .command import add_output_options, check_at_least, numbers, subplots
+from .command import add_output_options, numbers, subplots
 from .forms import FORMS
 from .job import Job, add_job_options
+from .options import real, whole
 from .reports import Reports, run_workers, slowest
 from .resume import Result, measure_forms
 
@@ -49,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})"
     add_job_options(parser, form=form)
     parser.add_argument("--net", choices=NETS, default="dense", help="net to train (default dense)")
-    parser.add_argument("--width", type=int, default=4096, help="width of the dense net's hidden layers (default 4096)")
+    parser.add_argument(
+        "--width", type=whole(1), default=4096, help="width of the dense net's hidden layers (default 4096)"
+    )
     parser.add_argument(
         "--data",
         choices=["digits", "mnist", "cifar10", "random"],
@@ -58,14 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the lstm random words, from which there is nothing to learn",
     )
     parser.add_argument("--data-dir", metavar="DIR", help="directory of MNIST's or CIFAR-10's files")
-    parser.add_argument("--batch", type=int, default=32, help="examples a host and step (default 32)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum 0.9 (default 0.05)")
+    parser.add_argument("--batch", type=whole(1), default=32, help="examples a host and step (default 32)")
     parser.add_argument(
-        "--target", type=float, default=0.95, help="test accuracy at which training ends (default 0.95)"
+        "--learning-rate", type=real(above=0), default=0.05, help="of SGD with momentum 0.9 (default 0.05)"
     )
-    parser.add_argument("--steps", type=int, default=1000, help="largest number of steps (default 1000)")
-    parser.add_argument("--every", type=int, default=10, help="steps from one test to the next (default 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument(
+        "--target", type=real(), default=0.95, help="test accuracy at which training ends (default 0.95)"
+    )
+    parser.add_argument("--steps", type=whole(1), default=1000, help="largest number of steps (default 1000)")
+    parser.add_argument("--every", type=whole(1), default=10, help="steps from one test to the next (default 10)")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, help="of the parameters and batches (default 0)")
     plot = "accuracy by the clock and the parts of a step"
     add_output_options(parser, plot=plot, figures="the figures, as they come,")
 
@@ -75,7 +80,6 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("jsparse bench train needs Flax: pip install flax")
     from .train_worker import TrainJob
 
-    check_at_least(args, width=1, batch=1, steps=1, every=1)
     if args.net in ("vgg16", "resnet20") and args.data not in ("cifar10", "random"):
         raise ValueError(f"{args.net} takes images of 32 x 32: choose --data cifar10 or random, not {args.data}")
     if args.net == "lstm" and args.data != "random":

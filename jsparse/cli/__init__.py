@@ -32,3 +32,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.run(args)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:  # Such as a file that vanished, or a full disk.
+        parser.exit(1, f"jsparse: error: {error}\n")

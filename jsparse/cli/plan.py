@@ -21,7 +21,8 @@ from .. import cost
 from .._comm.cost import Cost
 from .._presets.files import build, describe, presets
 from .._vector.density import check_density, elements_kept
-from ..bench.command import add_output_options, check_at_least, numbers, output, subplots, whole_number
+from ..bench.command import add_output_options, numbers, output, subplots
+from ..bench.options import real, whole
 from ..quantize import Block8
 
 HELP = "predict what each algorithm costs on a cluster, and name the cheapest one"
@@ -31,16 +32,18 @@ TWO_LEVELS = ("hitopk", "torus", "dense_hierarchical")
 # The most workers in the plot, and the most for which programs are traced.
 MOST_WORKERS = 4096
 MOST_TRACED = 1024
-# Options that are numbers: the name, the default, the unit, and what it says.
+# A bandwidth may be infinite, where only latencies are to count.
+BANDWIDTH, TIME = real(above=0, infinite=True), real(0)
+# Options that are numbers: the name, the type, the default, the unit, and what it says.
 OPTIONS = (
-    ("--latency", 50.0, "US", "latency of a link between nodes, in µs"),
-    ("--node-bandwidth", 200.0, "GBIT", "bandwidth of each GPU inside a node, in Gbit/s"),
-    ("--node-latency", 5.0, "US", "latency inside a node, in µs"),
-    ("--step-time", 0.0, "MS", "time of a step without communication, in ms"),
-    ("--selection-time", 0.0, "MS", "time that selection adds to a step, in ms; see `jsparse bench select`"),
+    ("--latency", TIME, 50.0, "US", "latency of a link between nodes, in µs"),
+    ("--node-bandwidth", BANDWIDTH, 200.0, "GBIT", "bandwidth of each GPU inside a node, in Gbit/s"),
+    ("--node-latency", TIME, 5.0, "US", "latency inside a node, in µs"),
+    ("--step-time", TIME, 0.0, "MS", "time of a step without communication, in ms"),
+    ("--selection-time", TIME, 0.0, "MS", "time that selection adds to a step, in ms; see `jsparse bench select`"),
 )
 
-# Options of rounds of local steps.
+# Options of rounds of local steps; the least is the default.
 ROUNDS = (
     ("--every", 1, "H", "synchronise after so many local steps"),
     ("--fragments", 1, "F", "parts of the parameters, synchronised one after the other"),
@@ -53,33 +56,33 @@ UTILISATIONS = (0.5, 0.8, 0.95)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        "--parameters", type=whole_number, required=True, metavar="N", help="length of the gradient, such as 25e6"
+        "--parameters", type=whole(1), required=True, metavar="N", help="length of the gradient, such as 25e6"
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
-        "--workers", type=int, required=True, metavar="P", help="number of workers, of --shards GPUs each"
+        "--workers", type=whole(1), required=True, metavar="P", help="number of workers, of --shards GPUs each"
     )
     parser.add_argument(
-        "--shards", type=int, default=1, metavar="S", help="GPUs that hold a worker's model in shards (default 1)"
+        "--shards", type=whole(1), default=1, metavar="S", help="GPUs that hold a worker's model in shards (default 1)"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="G", help="GPUs of a node, which share its links (default: --shards)"
+        "--gpus-per-node", type=whole(1), metavar="G", help="GPUs of a node, which share its links (default: --shards)"
     )
     parser.add_argument(
         "--links",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="L",
         help="links of a node to the others, such as network cards (default 1)",
     )
     parser.add_argument(
-        "--bandwidth", type=float, required=True, metavar="GBIT", help="bandwidth of each link, in Gbit/s"
+        "--bandwidth", type=BANDWIDTH, required=True, metavar="GBIT", help="bandwidth of each link, in Gbit/s"
     )
-    for option, default, unit, what in OPTIONS:
+    for option, read, default, unit, what in OPTIONS:
         text = f"{what} (default {default:g})"
-        parser.add_argument(option, type=float, default=default, metavar=unit, help=text)
-    for option, default, metavar, what in ROUNDS:
-        parser.add_argument(option, type=int, default=default, metavar=metavar, help=f"{what} (default {default})")
+        parser.add_argument(option, type=read, default=default, metavar=unit, help=text)
+    for option, least, metavar, what in ROUNDS:
+        parser.add_argument(option, type=whole(least), default=least, metavar=metavar, help=f"{what} (default {least})")
     parser.add_argument(
         "--ring",
         action="store_true",
@@ -95,12 +98,6 @@ def run(args: argparse.Namespace) -> None:
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """Predicts from the command's options; returns :func:`forecast`'s figures."""
-    if not (0 <= args.step_time < math.inf and 0 <= args.selection_time < math.inf):
-        raise ValueError(
-            f"--step-time is {args.step_time} and --selection-time {args.selection_time}; "
-            "they are milliseconds, finite and at least 0"
-        )
-    check_at_least(args, shards=1)
     alpha, beta = cost.link(args.bandwidth, args.latency)
     gpus = args.shards if args.gpus_per_node is None else args.gpus_per_node
     node = cost.Node(gpus, *cost.link(args.node_bandwidth, args.node_latency), args.links)

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from ..bench.options import whole
+
 # The run ends when a machine is silent for so many seconds. (It ends at once when one closes its
 # connections.)
 HEARTBEAT_TIMEOUT = 30
@@ -24,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--rank; or the way to find all three: {', '.join(METHODS)} (env: in the variables {', '.join(VARIABLES)}, as "
         "jsparse network sets them)",
     )
-    group.add_argument("--processes", type=int, metavar="P", help="number of processes")
-    group.add_argument("--rank", type=int, help="number of this process, from 0")
+    group.add_argument("--processes", type=whole(1), metavar="P", help="number of processes")
+    group.add_argument("--rank", type=whole(0), help="number of this process, from 0")
 
 
 def join(args: argparse.Namespace) -> None:
@@ -51,6 +53,9 @@ def join(args: argparse.Namespace) -> None:
         )
     if ":" not in how and how not in METHODS:
         raise ValueError(f"--distributed is {how}; it is neither HOST:PORT nor one of {', '.join(METHODS)}")
+    host, _, port = how.rpartition(":")
+    if ":" in how and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"--distributed is {how}; in HOST:PORT the port is a number from 1 to 65535: add one")
     address, size, rank = how, args.processes, args.rank
     if how == "env":
         missing = [name for name in VARIABLES if name not in os.environ]

@@ -17,11 +17,9 @@ The command works in four steps:
 
 import argparse
 import contextlib
-import importlib
 import math
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,21 +34,16 @@ from .._train.placement import state_specs
 from .._train.workers import init
 from .._vector.density import check_density
 from .._vector.random import key_of
-from ..bench.command import (
-    add_output_options,
-    check_at_least,
-    output,
-    output_file,
-    progress_bar,
-    whole_number,
-)
+from ..bench.command import add_output_options, output, output_file, progress_bar
 from ..bench.compiler import Compiler
+from ..bench.options import LONGEST, real, whole
 from ..bench.timing import timed
 from ..quantize import BFloat16
 from ..select import SampledThreshold, TopK
 from ..wire import Compact
 from . import processes
 from .links import BETWEEN, INSIDE, Fit, Sample, agreed, fit, measure, seconds_of
+from .model import load_model
 from .plan import NOT_SPARSE, forecast, preset_of
 from .tune_report import draw_times, recommended, show
 
@@ -83,7 +76,7 @@ class Candidate(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--parameters", type=whole_number, metavar="N", help="length of the gradient, such as 25e6")
+    what.add_argument("--parameters", type=whole(1, LONGEST), metavar="N", help="length of the gradient, such as 25e6")
     what.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
@@ -92,21 +85,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
-        "--step-time", type=float, metavar="MS", help="time of a step without communication, in ms (default 0)"
+        "--step-time", type=real(0), metavar="MS", help="time of a step without communication, in ms (default 0)"
     )
     parser.add_argument(
         "--candidates",
-        type=int,
+        type=whole(1),
         default=CANDIDATES,
         help=f"number of sparse algorithms to measure (default {CANDIDATES})",
     )
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of each (default 7)")
+    parser.add_argument("--repeats", type=whole(1), default=7, help="measurements of each (default 7)")
     parser.add_argument(
-        "--workers", type=int, metavar="P", help="number of devices (default all); virtual ones where a CPU has too few"
+        "--workers",
+        type=whole(1),
+        metavar="P",
+        help="number of devices (default all); virtual ones where a CPU has too few",
     )
     parser.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=whole(1),
         metavar="G",
         help="workers of a node, with a network between them (default: the devices of a process if there are several "
         "processes, else 1)",
@@ -125,9 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command in this process."""
     check_density(args.density)
-    check_at_least(args, parameters=1, candidates=1, repeats=1)
-    if args.step_time is not None and args.step_time < 0:
-        raise ValueError(f"--step-time is {args.step_time}; it is in milliseconds, at least 0")
     processes.join(args)
     if args.workers and args.workers > 1 and not args.distributed:
         with contextlib.suppress(RuntimeError):  # It is too late if this process has used JAX already.
@@ -231,17 +224,7 @@ def model_step(model: str, repeats: int) -> tuple[int, float]:
     Returns:
       The number of parameters, and milliseconds.
     """
-    module, _, name = model.partition(":")
-    sys.path.insert(0, "")
-    try:
-        loss_fn, params, batch = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"--model is {model!r} ({error}); it is MODULE:FUNCTION, a function without arguments that returns "
-            "(loss_fn, params, batch)"
-        ) from error
-    finally:
-        sys.path.pop(0)
+    loss_fn, params, batch = load_model(model)
     params, batch = jax.device_put((params, batch), jax.local_devices()[0])
     step = jax.jit(jax.value_and_grad(loss_fn))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import sys
 from typing import Literal
 
 import jax
@@ -63,7 +64,7 @@ class GaussianThreshold(FromLargest, ByDensity):
     ) -> tuple[SparseVector, SelectorState]:
         factor, rounds, least, most = RULES[self.adjust]
         candidates = Candidates(acc, self.density, marked, most)
-        quantile = statistics.NormalDist().inv_cdf(1 - self.density / 2)
+        quantile = -statistics.NormalDist().inv_cdf(max(self.density / 2, sys.float_info.min))
         largest = candidates.largest()
         mean, mean_square = choose(None, {"xla": _describe, "triton": _describe_in_one_read}, acc)
         estimate = jnp.abs(mean) + quantile * jnp.sqrt(jnp.maximum(mean_square - mean**2, 0))
