@@ -16,18 +16,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jsparse
+from examples.options import at_least, told
 from jsparse.bench.images import load_images
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, nargs="?", help="of MNIST's files; without it, the digits")
-parser.add_argument("--epochs", type=int, default=20, help="default 20")
+parser.add_argument("--epochs", type=at_least(1), default=20, help="default 20")
 args = parser.parse_args()
 
 # The workers are this machine's accelerators. Where there are none, they are eight CPU devices.
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = Mesh(np.array(jax.devices()), ("data",))
 
-images = load_images("mnist" if args.directory else "digits", args.directory)
+with told(parser):
+    images = load_images("mnist" if args.directory else "digits", args.directory)
 height, width, channels = images.train_x.shape[1:]
 rngs = nnx.Rngs(0)
 net = nnx.Sequential(

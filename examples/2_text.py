@@ -17,17 +17,19 @@ from jax.sharding import Mesh
 import jsparse
 from examples.data import read_ptb, windows
 from examples.models import LanguageModel
+from examples.options import at_least, told
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, help="of ptb.train.txt, ptb.valid.txt and ptb.test.txt")
-parser.add_argument("--epochs", type=int, default=2, help="default 2")
+parser.add_argument("--epochs", type=at_least(1), default=2, help="default 2")
 args = parser.parse_args()
 
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = Mesh(np.array(jax.devices()), ("data",))
 
 # Rows of 20 words, and the words that follow each of them.
-text = read_ptb(args.directory)
+with told(parser):
+    text = read_ptb(args.directory)
 train, valid = windows(text.train, 20), windows(text.valid, 20)
 model = LanguageModel(len(text.words), width=64, layers=1, rngs=nnx.Rngs(0))
 graph, params = nnx.split(model, nnx.Param)

@@ -17,17 +17,19 @@ from jax.sharding import Mesh
 import jsparse
 from examples.data import read_an4
 from examples.models import DeepSpeech
+from examples.options import at_least, told
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, help="of etc/ and feat/")
-parser.add_argument("--epochs", type=int, default=20, help="default 20")
+parser.add_argument("--epochs", type=at_least(1), default=20, help="default 20")
 args = parser.parse_args()
 
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = Mesh(np.array(jax.devices()), ("data",))
 
 # A batch has frames, their lengths, the letters, and their counts.
-train, test = read_an4(args.directory, "mfcc")
+with told(parser):
+    train, test = read_an4(args.directory, "mfcc")
 model = DeepSpeech(nnx.Rngs(0), bins=13, channels=8, width=64, layers=2)
 # BatchNorm keeps running averages beside the parameters: the model's state.
 graph, params, averages = nnx.split(model, nnx.Param, nnx.BatchStat)

@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import jsparse
 from examples.data import read_libsvm, sparse
+from examples.options import at_least, told
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("file", type=pathlib.Path)
-parser.add_argument("--epochs", type=int, default=10, help="default 10")
+parser.add_argument("--epochs", type=at_least(1), default=10, help="default 10")
 args = parser.parse_args()
 size, rate = 100, 1.0  # Rows of a worker's batch, and the step size.
 
@@ -30,7 +31,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 mesh = Mesh(np.array(jax.devices()), ("data",))
 
 # Each worker reads its own part of the file. All batches are padded to the same lengths.
-parts = [read_libsvm(args.file, part, mesh.size) for part in range(mesh.size)]
+with told(parser):
+    parts = [read_libsvm(args.file, part, mesh.size) for part in range(mesh.size)]
 cuts = [sparse.cut(rows, size, seed=0) for rows in parts]
 steps, capacity, elements = np.max([sparse.sizes(cut) for cut in cuts], axis=0)
 columns = 1 + max(int(rows.indices.max()) for rows in parts)

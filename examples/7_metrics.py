@@ -9,7 +9,6 @@ Run it from the root of a checkout, after ``pip install '.[examples]'``, and for
 
 import argparse
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -19,14 +18,16 @@ from jax.sharding import Mesh
 
 import jsparse
 from examples import report
+from examples.options import at_least, output_folder, told
+from jsparse.bench.command import output_file
 from jsparse.bench.images import load_images
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("file", type=pathlib.Path, help="one JSON object a line is written to it, for each step")
-parser.add_argument("--epochs", type=int, default=20, help="default 20")
+parser.add_argument("file", type=output_file, help="one JSON object a line is written to it, for each step")
+parser.add_argument("--epochs", type=at_least(1), default=20, help="default 20")
 parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the run to this image file")
-parser.add_argument("--tensorboard", type=pathlib.Path, metavar="DIR", help="write TensorBoard's event files there")
+parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw the run to this image file")
+parser.add_argument("--tensorboard", type=output_folder, metavar="DIR", help="write TensorBoard's event files there")
 args = parser.parse_args()
 
 board = None
@@ -54,9 +55,11 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params)(x), labels).mean()
 
 
+with told(parser):
+    sync = jsparse.oktopk("data", density=args.density)
 # The snapshot keeps what the all-reduce returns. Some metrics compare the residual with it.
 tx = optax.chain(
-    jsparse.oktopk("data", density=args.density),
+    sync,
     optax.snapshot("mean", lambda updates: updates),
     optax.sgd(0.05, momentum=0.9),
 )

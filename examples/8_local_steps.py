@@ -24,6 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jsparse
 from examples import report
 from examples.models import Transformer
+from examples.options import at_least, folder_of, positive, told
+from jsparse.bench.command import output_file
 from jsparse.bench.hosts import counters
 from jsparse.cli import processes
 
@@ -32,18 +34,24 @@ NAMES = (*EVERY_STEP, "diloco", "streaming", "sparseloco")
 EVERY, CONTEXT = 30, 64  # Steps of a round, and bytes of a row.
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("directory", nargs="?", type=pathlib.Path, help="default: this project's documents are the text")
+parser.add_argument(
+    "directory",
+    nargs="?",
+    type=folder_of("train.txt", "valid.txt"),
+    help="default: this project's documents are the text",
+)
 parser.add_argument("--method", nargs="+", choices=NAMES, default=["diloco"], help="default diloco")
-parser.add_argument("--rounds", type=int, default=20, help="of 30 steps (default 20)")
-parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's, after its warm-up (default 0.003)")
-parser.add_argument("--log", type=pathlib.Path, metavar="FILE", help="write a JSON object a line to it, for each round")
-parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the runs to this image file")
+parser.add_argument("--rounds", type=at_least(1), default=20, help="of 30 steps (default 20)")
+parser.add_argument("--rate", type=positive, default=3e-3, help="AdamW's, after its warm-up (default 0.003)")
+parser.add_argument("--log", type=output_file, metavar="FILE", help="write a JSON object a line to it, for each round")
+parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw the runs to this image file")
 processes.add_arguments(parser)
 args = parser.parse_args()
 
 # Where there are no accelerators, the workers are CPU devices.
 jax.config.update("jax_num_cpu_devices", 1 if args.distributed else 4)
-processes.join(args)
+with told(parser):
+    processes.join(args)
 mesh = Mesh(np.array(jax.devices()), ("data",))
 sharding = NamedSharding(mesh, PartitionSpec("data"))
 mine = [rank for rank, device in enumerate(mesh.devices) if device.process_index == jax.process_index()]

@@ -69,7 +69,10 @@ class Checkpoints:
             raise ValueError("--checkpoint needs orbax: pip install orbax-checkpoint") from error
         logging.getLogger("absl").setLevel(logging.ERROR)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
-        with ocp.CheckpointManager((directory / name).absolute(), options=options) as manager:
+        folder = (directory / name).absolute()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file, where checkpoints need a folder: name another directory")
+        with ocp.CheckpointManager(folder, options=options) as manager:
             yield Checkpoints(manager)
 
     def restore(self, state: Any, run: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
@@ -83,22 +86,34 @@ class Checkpoints:
           The checkpoint's number, state and figures; 0 and the arguments where there is none.
 
         Raises:
-          ValueError: the checkpoint is of a run with other settings.
+          ValueError: the checkpoint is of a run with other settings, or damaged.
         """
         last = self._manager.latest_step() if self._manager else None
         if last is None:
             return 0, state, run
         import orbax.checkpoint as ocp
 
-        saved = self._manager.restore(last, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        saved = self._read(last, run=ocp.args.JsonRestore())
         was, now = saved["settings"], run["settings"]
         differ = [f"{key} {was.get(key)}" for key in now if was.get(key) != now[key]]
         if differ:
             raise ValueError(
                 f"{self._manager.directory} is of another run, with {', '.join(differ)}: name another directory"
             )
-        state = self._manager.restore(last, args=ocp.args.Composite(state=ocp.args.StandardRestore(state)))["state"]
-        return last, state, saved
+        return last, self._read(last, state=ocp.args.StandardRestore(state)), saved
+
+    def _read(self, number: int, **item: Any) -> Any:
+        """Reads one item of a checkpoint."""
+        import orbax.checkpoint as ocp
+
+        try:
+            (read,) = self._manager.restore(number, args=ocp.args.Composite(**item)).values()
+        except Exception as error:  # orbax raises errors of many kinds.
+            raise ValueError(
+                f"{self._manager.directory / str(number)} can't be read ({type(error).__name__}): remove it, to go on "
+                "from the checkpoint before it if there is one; or name another directory"
+            ) from error
+        return read
 
     def save(self, number: int, state: Any, run: dict[str, Any]) -> None:
         """Saves a checkpoint while training goes on.

@@ -39,7 +39,9 @@ import jsparse
 from examples import lines as runs
 from examples import report
 from examples.models import Transformer
+from examples.options import at_least, folder_of, told
 from jsparse import quantize, wire
+from jsparse.bench.command import output_file
 
 WORKERS, ROWS, CONTEXT = 4, 4, 64  # Rows of a worker's batch, and bytes of a row.
 EVALUATIONS = 10  # At most, in a run.
@@ -161,6 +163,8 @@ def fewer_steps() -> Method:
     """AdamW with dense sums of larger batches, as few of them as keep within the budget."""
 
     def make(loss_fn, params, schedule, setting):
+        if setting.budget > setting.steps:
+            raise ValueError(f"{setting}: one step sends more than the budget of all {setting.steps} steps")
         fit = next(count for count in range(setting.budget, setting.steps + 1) if setting.steps % count == 0)
 
         def mean_loss(params, batches):  # One batch after the other, so that memory is that of one.
@@ -422,22 +426,24 @@ def table(lines: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", nargs="?", type=pathlib.Path, help="of the text; without it, no run is made")
     parser.add_argument(
-        "--out", type=pathlib.Path, required=True, metavar="FILE", help="the runs, a JSON object a line"
+        "directory",
+        nargs="?",
+        type=folder_of("train.txt", "valid.txt"),
+        help="of the text; without it, no run is made",
     )
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the runs, a JSON object a line")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), help="default all")
-    parser.add_argument("--budget", nargs="+", type=int, default=[256, 32, 1500], help="default 256 32 1500")
-    parser.add_argument("--steps", type=int, default=1200, help="of each run (default 1200)")
+    parser.add_argument("--budget", nargs="+", type=at_least(1), default=[256, 32, 1500], help="default 256 32 1500")
+    parser.add_argument("--steps", type=at_least(20), default=1200, help="of each run (default 1200)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw loss by bytes and by steps")
-    args = parser.parse_args()
-    if args.steps < 20:
-        parser.error(f"--steps is {args.steps}; it is at least 20, such as 1200")
+    parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw loss by bytes and by steps")
+    args = parser.parse_args(argv)
 
-    lines = runs.read(args.out)
+    with told(parser):
+        lines = runs.read(args.out)
     task = functools.cache(functools.partial(task_of, args.directory))
     start = time.monotonic()
     for setting in settings(args.method, args.budget, args.steps, lines) if args.directory else ():
@@ -445,7 +451,8 @@ def main() -> None:
             continue
         if time.monotonic() - start > 60 * args.minutes:
             break
-        lines.append(train(task(setting.seed), setting))
+        with told(parser):
+            lines.append(train(task(setting.seed), setting))
         runs.add(args.out, lines[-1])
         print(f"{setting}: {lines[-1]['loss'][-1]:.3f}, {lines[-1]['seconds']:.0f} s", flush=True)
         jax.clear_caches()

@@ -25,6 +25,7 @@ import rich.console
 import rich.table
 
 import jsparse
+from examples.options import at_least, positive, told
 from jsparse.bench.images import Images, load_images
 
 WORKERS, AXIS = 4, "workers"
@@ -126,16 +127,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=["digits", "mnist"], default="digits", help="images (default digits)")
     parser.add_argument("--data-dir", type=pathlib.Path, metavar="DIR", help="directory of MNIST's files")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 32], help="default 0 1 2 4 8 16 32")
-    parser.add_argument("--width", type=int, default=200, help="of the hidden layers (default 200)")
-    parser.add_argument("--batch", type=int, default=16, help="examples a worker and step (default 16)")
-    parser.add_argument("--steps", type=int, default=600, help="default 600")
-    parser.add_argument("--learning-rate", type=float, default=0.02, help="default 0.02")
-    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each (default 3)")
+    parser.add_argument(
+        "--ranks", type=at_least(0), nargs="+", default=[0, 1, 2, 4, 8, 16, 32], help="default 0 1 2 4 8 16 32"
+    )
+    parser.add_argument("--width", type=at_least(1), default=200, help="of the hidden layers (default 200)")
+    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--steps", type=at_least(3), default=600, help="more than PyTorch's 2 dense ones (default 600)")
+    parser.add_argument("--learning-rate", type=positive, default=0.02, help="default 0.02")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="how many trainings of each (default 3)")
     args = parser.parse_args(argv)
     if not importlib.util.find_spec("torch"):
         parser.error("PyTorch is missing: pip install torch")
-    images = load_images(args.data, args.data_dir)
+    with told(parser):
+        images = load_images(args.data, args.data_dir)
     table = rich.table.Table(
         title=f"{args.data}, {args.steps} steps of {WORKERS} workers",
         caption="accuracy: on the tests, %, mean and range over the seeds. summed: numbers that a step sums.",

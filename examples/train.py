@@ -26,9 +26,11 @@ from jax.sharding import Mesh
 import jsparse
 from examples import cluster, report
 from examples.models import DeepSpeech
+from examples.options import at_least, output_folder, positive
 from examples.tasks import DATA, MODELS, Task, make_task
 from examples.workers import OnMesh, OnOneDevice, Workers
 from jsparse import quantize, select, wire
+from jsparse.bench.command import output_file
 from jsparse.cli import processes
 
 
@@ -111,7 +113,7 @@ REPLICAS_DIFFER = ("a2sgd",)
 OF_ANY_SIZE = ("resnet20", "resnet110")
 # Their updates have momentum already.
 OWN_MOMENTUM = ("dgc", "ef21_changes", "demo", "scale_by_dion", "onebit_momentum")
-# The settings that must not change when a run goes on from a checkpoint.
+# What must not change when a run goes on from a checkpoint; see also settings_of.
 SETTINGS = (
     "model",
     "data",
@@ -154,7 +156,8 @@ def warm_up_steps(args: argparse.Namespace, every: int) -> int:
 
 def make_rate(args: argparse.Namespace, every: int) -> optax.ScalarOrSchedule:
     """The learning rate, with ``every`` steps in an epoch."""
-    rate, first = args.learning_rate or RATES[args.optimizer], warm_up_steps(args, every)
+    rate = RATES[args.optimizer] if args.learning_rate is None else args.learning_rate
+    first = warm_up_steps(args, every)
     if args.schedule == "constant":
         return rate
     falls = SCHEDULES[args.schedule](rate, args.epochs * every - first)
@@ -209,6 +212,15 @@ def resolutions(given: str, epochs: int) -> list[int | None]:
 def resized(images: jax.Array, side: int) -> jax.Array:
     """Square images of another resolution."""
     return jax.image.resize(images, (images.shape[0], side, side, images.shape[3]), "linear")
+
+
+def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What must not change when a run goes on from a checkpoint.
+
+    The number of epochs may, where neither the learning rate nor a warm-up depends on it.
+    """
+    depends = args.schedule != "constant" or (name in WARM_UPS and args.warm_up is None)
+    return {key: getattr(args, key) for key in (*SETTINGS, *["epochs"] * depends)}
 
 
 def make_workers(name: str, args: argparse.Namespace) -> Workers:
@@ -287,7 +299,7 @@ def train(name: str, task: Task, args: argparse.Namespace, progress: rich.progre
         "k": max(1, round(args.density * n)),
         "workers": workers.size,
         "steps_per_epoch": steps,
-        "settings": {key: getattr(args, key) for key in SETTINGS},
+        "settings": settings_of(name, args),
         **{figure: [] for figure in FIGURES},
     }
 
@@ -352,12 +364,14 @@ def main(argv: list[str] | None = None) -> None:
         "workers)",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument("--epochs", type=int, help="epochs of training (default: 40 for digits, 3 for the others)")
-    parser.add_argument("--batch", type=int, default=16, help="examples a worker and step (default 16)")
+    parser.add_argument(
+        "--epochs", type=at_least(1), help="epochs of training (default: 40 for digits, 3 for the others)"
+    )
+    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
     parser.add_argument("--optimizer", choices=RATES, default="momentum")
     parser.add_argument(
         "--learning-rate",
-        type=float,
+        type=positive,
         help=f"default: {', '.join(f'{rate} for {name}' for name, rate in RATES.items())}",
     )
     parser.add_argument(
@@ -380,28 +394,29 @@ def main(argv: list[str] | None = None) -> None:
         metavar="SIDE:EPOCHS ...",
         help="images are first made so many pixels high and wide, for so many epochs: '16:2 24:1'; tests are not",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches (default 0)")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this JSON file")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     parser.add_argument(
         "--plot",
-        type=pathlib.Path,
+        type=report.image_file,
         metavar="FILE",
         default="train.png",
         help="draw the runs to this image file (default train.png)",
     )
     parser.add_argument(
         "--checkpoint",
-        type=pathlib.Path,
+        type=output_folder,
         metavar="DIR",
-        help="save every epoch in this directory, and go on from the last one; all processes must see the directory",
+        help="save every epoch in this directory, and go on from the last one; all processes must see the directory. "
+        "A run may go on for more epochs if neither its learning rate nor a warm-up depends on their number",
     )
     processes.add_arguments(parser)
     args = parser.parse_args(argv)
     names = args.algorithm or DEFAULT
     args.algorithm = list(known if "all" in names else names)
     args.data = args.data or MODELS[args.model].data[0]
-    args.epochs = args.epochs or (40 if args.data == "digits" else 3)
-
+    if args.epochs is None:
+        args.epochs = 40 if args.data == "digits" else 3
     if args.workers is None:
         args.workers = 1 if args.distributed else 8
 
@@ -421,11 +436,11 @@ def main(argv: list[str] | None = None) -> None:
     if jax.process_index():
         return
     report.table(runs)
-    report.plot(runs, args.plot)
-    print(f"plot: {args.plot}")
     if args.json:
         args.json.write_text(json.dumps(runs))
         print(f"figures: {args.json}")
+    report.plot(runs, args.plot)
+    print(f"plot: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 from typing import Any
@@ -20,7 +21,7 @@ from test_readers import learnable
 
 import jsparse
 import processes
-from examples import cluster, fill_in, loss_for_a_byte, models, paper_rule, powersgd, train, unlike, workers
+from examples import cluster, fill_in, lines, loss_for_a_byte, models, paper_rule, powersgd, train, unlike, workers
 from jsparse import cli, cost
 from jsparse._presets import files
 from jsparse.bench import pto
@@ -211,6 +212,44 @@ def test_the_comparison_goes_on_where_it_was(text: pathlib.Path, monkeypatch, ca
     loss_for_a_byte.main()
     assert runs[-1] == runs[-2]
     assert len(out.read_text().splitlines()) == len(runs) - 1 == 18
+
+
+def test_lines_are_read_and_torn_ones_replaced(tmp_path):
+    """A last line without a newline counts if it is whole. A torn one makes room for the next."""
+    path = tmp_path / "x"
+    assert lines.read(path) == []
+    assert not path.exists()
+    for last, kept in (("", []), ('{"b": 2}', [{"b": 2}]), ('{"b": 2', []), ('{"b": "\\u00', [])):
+        path.write_text(f'{{"a": 1}}\n{last}')
+        text, file = path.read_text(), path.stat().st_ino
+        assert lines.read(path) == [{"a": 1}, *kept]
+        assert path.read_text() == text
+        lines.add(path, {"c": 3})
+        assert path.read_text().splitlines() == ['{"a": 1}', *([last] if kept else []), '{"c": 3}']
+        assert path.read_text().endswith("\n")
+        assert path.stat().st_ino == file
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [('{"a": 1}\n{"b"\n{"c": 3}\n', 2), ("[1]", 1), ('{"a": 1}\n3\n', 2), ("{\n}\n", 1), ('{"a": 1}\n\n', 2)],
+)
+def test_a_file_of_something_else_is_refused_and_kept(text: str, number: int, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"x.json, line {number}: it is no JSON object; name another"):
+        lines.read(path)
+    with pytest.raises(SystemExit):
+        loss_for_a_byte.main(["--out", str(path)])
+    assert f"error: {path}, line {number}: it is no JSON object" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+def test_the_comparison_keeps_a_line_of_something_else(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"a": 1}')
+    loss_for_a_byte.main(["--out", str(path)])
+    assert path.read_text() == '{"a": 1}'
 
 
 def scalars(data: bytes):
@@ -428,6 +467,74 @@ def test_the_demo_goes_on_from_its_checkpoint(simulate: list[str], tmp_path, cap
 
 
 @pytest.mark.parametrize(
+    ("options", "depends"),
+    [
+        (["--schedule", "linear"], True),
+        (["--schedule", "steps", "--warm-up", "0"], True),
+        (["--algorithm", "gtopk-warmup"], True),
+        (["--algorithm", "gtopk-warmup", "--warm-up", "1"], False),
+        ([], False),
+    ],
+)
+def test_what_depends_on_the_epochs_goes_on_for_as_many(options: list[str], depends: bool, monkeypatch):
+    """Where a run's rate and warm-up do not depend on them, it may go on for more."""
+    found = []
+    monkeypatch.setattr(train, "make_task", lambda *_: None)
+    monkeypatch.setattr(train, "train", lambda name, task, args, _: found.append(train.settings_of(name, args)))
+    for function in ("table", "plot"):
+        monkeypatch.setattr(train.report, function, lambda *_: None)
+    for epochs in ("2", "4"):
+        train.main(["--algorithm", "dense", *options, "--epochs", epochs])
+    shorter, longer = found[len(found) // 2 - 1 :: len(found) // 2]
+    assert (shorter != longer) == depends
+
+
+def test_damaged_checkpoints_are_told(tmp_path):
+    state, run = {"x": jnp.ones(3)}, {"settings": {"epochs": 2}}
+    with cluster.Checkpoints.open(tmp_path, "dense") as checkpoints:
+        checkpoints.save(1, state, run)
+    with cluster.Checkpoints.open(tmp_path, "dense") as checkpoints:
+        assert checkpoints.restore(state, run)[0] == 1
+        with pytest.raises(ValueError, match=r"is of another run, with epochs 2: name another directory"):
+            checkpoints.restore(state, {"settings": {"epochs": 4}})
+    folder = tmp_path / "dense" / "1"
+    for part in ("state", "run", ""):
+        for file in (folder / part).rglob("*"):
+            if file.is_file():
+                file.write_text("")
+        with (
+            cluster.Checkpoints.open(tmp_path, "dense") as checkpoints,
+            pytest.raises(ValueError, match=re.escape(f"{folder} can't be read") + r".*remove it.*another directory"),
+        ):
+            checkpoints.restore(state, run)
+    (tmp_path / "oktopk").write_text("")
+    with pytest.raises(ValueError, match="oktopk is a file, where checkpoints need a folder: name"):
+        cluster.Checkpoints.open(tmp_path, "oktopk").__enter__()
+
+
+def test_the_demo_writes_its_figures_before_it_plots(tmp_path, monkeypatch):
+    def plot(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(train, "make_task", lambda *_: None)
+    monkeypatch.setattr(train, "train", lambda name, *_: name)
+    monkeypatch.setattr(train.report, "table", lambda runs: None)
+    monkeypatch.setattr(train.report, "plot", plot)
+    options = ["--algorithm", "dense", "--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    with pytest.raises(OSError, match="full"):
+        train.main(options)
+    assert json.loads((tmp_path / "x.json").read_text()) == ["dense"]
+
+
+def test_the_demo_checks_its_default_plot(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.png").mkdir()
+    with pytest.raises(SystemExit):
+        train.main(["--algorithm", "dense"])
+    assert "argument --plot: train.png can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--distributed", "localhost:1"], "takes --processes and --rank"),
@@ -447,11 +554,55 @@ def test_the_demo_goes_on_from_its_checkpoint(simulate: list[str], tmp_path, cap
         (["--workers", "0"], "0 workers"),
         (["--workers", "0", "--simulate"], "0 workers"),
         (["--workers", "1000"], "1000 workers need as many devices"),
+        (["--epochs", "0"], "argument --epochs: it is 0; give a whole number that is at least 1"),
+        (["--epochs", "-1"], "argument --epochs: it is -1;"),
+        (["--epochs", "some"], "argument --epochs: it is some;"),
+        (["--batch", "0"], "argument --batch: it is 0;"),
+        (["--seed", "-1"], "argument --seed: it is -1; give a whole number that is at least 0"),
+        (["--learning-rate", "0"], "argument --learning-rate: it is 0; give a number above 0"),
+        (["--learning-rate", "nan"], "argument --learning-rate: it is nan;"),
+        (["--json", "/nowhere/x"], "argument --json: /nowhere/x can't be written"),
+        (["--plot", "/nowhere/x.png"], "argument --plot: /nowhere/x.png can't be written"),
+        (["--plot", "x.foo"], "argument --plot: x.foo is no image file: name one that ends in"),
+        (["--checkpoint", __file__], "test_examples.py can't be a folder for files: name one"),
+        (["--checkpoint", f"{__file__}/x"], "x can't be a folder for files: name one"),
     ],
 )
 def test_wrong_options_of_the_demo(arguments, message: str, capsys):
     with pytest.raises(SystemExit):
         train.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "message"),
+    [
+        ("fill_in", ["--workers", "1"], "argument --workers: it is 1; give a whole number that is at least 2"),
+        ("fill_in", ["--steps", "0"], "argument --steps: it is 0;"),
+        ("fill_in", ["--json", "/nowhere/x"], "can't be written"),
+        ("fill_in", ["--plot", "x.foo"], "x.foo is no image file"),
+        ("unlike", ["--batch", "-4"], "argument --batch: it is -4;"),
+        ("unlike", ["--json", "/nowhere/x"], "can't be written"),
+        ("paper_rule", ["--steps", "10"], "argument --steps: it is 10; give a whole number that is at least 11"),
+        ("paper_rule", ["--json", "/nowhere/x"], "can't be written"),
+        ("powersgd", ["--seeds", "0"], "argument --seeds: it is 0;"),
+        ("loss_for_a_byte", ["--out", "/nowhere/x"], "can't be written"),
+        ("loss_for_a_byte", ["--out", "x", "--plot", "/nowhere/x.png"], "can't be written"),
+        ("loss_for_a_byte", ["/nowhere", "--out", "x"], "/nowhere has no train.txt: name a folder with train.txt and"),
+        ("1_images", ["--epochs", "0"], "argument --epochs: it is 0;"),
+        ("4_data_cache", [__file__], "can't be a folder for files"),
+        ("6_sharded_model", ["--steps", "0"], "argument --steps: it is 0; give a whole number that is at least 6"),
+        ("6_sharded_model", ["--width", "7"], "argument --width: it is 7; give a multiple of 8 that is at least 8"),
+        ("7_metrics", ["/nowhere/x"], "can't be written"),
+        ("8_local_steps", ["/nowhere"], "/nowhere has no train.txt"),
+        ("8_local_steps", ["--log", "/nowhere/x"], "can't be written"),
+    ],
+)
+def test_wrong_options_of_the_examples(example: str, arguments: list[str], message: str, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [example, *arguments])
+    monkeypatch.delitem(sys.modules, f"examples.{example}", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_module(f"examples.{example}", run_name="__main__")
     assert message in capsys.readouterr().err
 
 

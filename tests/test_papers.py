@@ -129,6 +129,27 @@ def test_a_figure_is_made_and_goes_on(tmp_path, monkeypatch, name):
     (plot,) = tmp_path.glob("*.png")
 
 
+def test_showing_runs_changes_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(Convergence, "table", lambda *_: "")
+    monkeypatch.setattr(Convergence, "draw", lambda *_: None)
+    path = tmp_path / "gtopk_1.jsonl"
+    text = json.dumps(next(iter(papers.FIGURES["gtopk 1"].settings(False, []))) | {"accuracy": [1.0], "loss": [1.0]})
+    path.write_text(text)  # Without a newline.
+    papers.main(["gtopk 1", "--show", "--out", str(tmp_path)])
+    assert path.read_text() == text
+
+
+def test_a_file_of_something_else_is_refused(tmp_path, capsys):
+    path = tmp_path / "gtopk_1.jsonl"
+    path.write_text("{\n}\n")
+    with pytest.raises(SystemExit):
+        papers.main(["gtopk 1", "--show", "--out", str(tmp_path)])
+    assert f"not run: {path}, line 1: it is no JSON object; name another file, or" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        papers.main(["gtopk 1", "--out", str(path)])
+    assert "gtopk_1.jsonl can't be a folder for files: name one" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_a_model_with_running_averages_is_recorded():
     options = {"workers": 2, "batch": 4, "steps": 2, "every": 1, "rate": 0.1, "momentum": 0.9, "schedule": "constant"}

@@ -32,6 +32,7 @@ import jax
 import rich.console
 import rich.markup
 
+from examples.options import output_folder
 from jsparse.cli import processes
 
 from . import a2sgd, commlib, gtopk, oktopk, scale, thesis
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("figure", nargs="*", metavar="FIGURE", help="such as 'gtopk 1', or a paper, or all")
     parser.add_argument("--data-dir", type=pathlib.Path, metavar="DIR", help="with a folder for each data set")
     parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("papers"), metavar="DIR", help="default papers"
+        "--out", type=output_folder, default=pathlib.Path("papers"), metavar="DIR", help="default papers"
     )
     parser.add_argument("--full", action="store_true", help="at the papers' sizes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
@@ -90,11 +91,11 @@ def main(argv: list[str] | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
     try:
         processes.join(args)
-    except ValueError as error:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     first = jax.process_index() == 0
     console.quiet = not first
-    args.out.mkdir(parents=True, exist_ok=True)
     failed = False
     until = -math.inf if args.show else time.monotonic() + 60 * args.minutes
     for name in names:
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             lines = make(figure, args.out / file_of(name, ".jsonl"), full=args.full, files=args.data_dir, until=until)
         except ValueError as error:
-            console.print(f"[red]not run[/red]: {rich.markup.escape(str(error))}", highlight=False)
+            console.print(f"[red]not run[/red]: {rich.markup.escape(str(error))}", highlight=False, soft_wrap=True)
             failed = True
             continue
         if lines and first:
