@@ -16,12 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jsparse
-from examples.options import at_least, told
+from examples.options import told
 from jsparse.bench.images import load_images
+from jsparse.bench.options import whole
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, nargs="?", help="of MNIST's files; without it, the digits")
-parser.add_argument("--epochs", type=at_least(1), default=20, help="default 20")
+parser.add_argument("--epochs", type=whole(1), default=20, help="default 20")
 args = parser.parse_args()
 
 # The workers are this machine's accelerators. Where there are none, they are eight CPU devices.

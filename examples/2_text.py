@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 import jsparse
 from examples.data import read_ptb, windows
 from examples.models import LanguageModel
-from examples.options import at_least, told
+from examples.options import told
+from jsparse.bench.options import whole
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, help="of ptb.train.txt, ptb.valid.txt and ptb.test.txt")
-parser.add_argument("--epochs", type=at_least(1), default=2, help="default 2")
+parser.add_argument("--epochs", type=whole(1), default=2, help="default 2")
 args = parser.parse_args()
 
 jax.config.update("jax_num_cpu_devices", 8)

@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 import jsparse
 from examples.data import read_an4
 from examples.models import DeepSpeech
-from examples.options import at_least, told
+from examples.options import told
+from jsparse.bench.options import whole
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=pathlib.Path, help="of etc/ and feat/")
-parser.add_argument("--epochs", type=at_least(1), default=20, help="default 20")
+parser.add_argument("--epochs", type=whole(1), default=20, help="default 20")
 args = parser.parse_args()
 
 jax.config.update("jax_num_cpu_devices", 8)

@@ -12,11 +12,12 @@ import time
 import numpy as np
 
 import jsparse
-from examples.options import at_least, output_folder
+from examples.options import output_folder
+from jsparse.bench.options import whole
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("directory", type=output_folder, help="on the local disk")
-parser.add_argument("--epochs", type=at_least(1), default=3, help="default 3")
+parser.add_argument("--epochs", type=whole(1), default=3, help="default 3")
 args = parser.parse_args()
 
 

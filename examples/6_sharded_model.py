@@ -22,17 +22,16 @@ from jax.sharding import PartitionSpec as P
 
 import jsparse
 from examples.models import Transformer
-from examples.options import at_least, told
+from examples.options import told
 from jsparse.bench.hosts import counters
+from jsparse.bench.options import whole
 from jsparse.cli import processes
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--algorithm", nargs="+", choices=["oktopk", "dense"], default=["oktopk"], help="default oktopk")
-parser.add_argument("--width", type=at_least(8, of=8), default=128, help="of the model, a multiple of 8 (default 128)")
-parser.add_argument(
-    "--rows", type=at_least(2, of=2), default=4, help="of 32 letters, a host and step; even (default 4)"
-)
-parser.add_argument("--steps", type=at_least(6), default=200, help="more than 5 (default 200)")
+parser.add_argument("--width", type=whole(8, of=8), default=128, help="of the model, a multiple of 8 (default 128)")
+parser.add_argument("--rows", type=whole(2, of=2), default=4, help="of 32 letters, a host and step; even (default 4)")
+parser.add_argument("--steps", type=whole(6), default=200, help="more than 5 (default 200)")
 processes.add_arguments(parser)
 args = parser.parse_args()
 

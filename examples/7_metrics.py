@@ -18,15 +18,16 @@ from jax.sharding import Mesh
 
 import jsparse
 from examples import report
-from examples.options import at_least, output_folder, told
-from jsparse.bench.command import output_file
+from examples.options import output_folder, told
+from jsparse.bench.command import image_file, output_file
 from jsparse.bench.images import load_images
+from jsparse.bench.options import whole
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("file", type=output_file, help="one JSON object a line is written to it, for each step")
-parser.add_argument("--epochs", type=at_least(1), default=20, help="default 20")
+parser.add_argument("--epochs", type=whole(1), default=20, help="default 20")
 parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw the run to this image file")
+parser.add_argument("--plot", type=image_file, metavar="FILE", help="draw the run to this image file")
 parser.add_argument("--tensorboard", type=output_folder, metavar="DIR", help="write TensorBoard's event files there")
 args = parser.parse_args()
 

@@ -24,9 +24,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jsparse
 from examples import report
 from examples.models import Transformer
-from examples.options import at_least, folder_of, positive, told
-from jsparse.bench.command import output_file
+from examples.options import folder_of, told
+from jsparse.bench.command import image_file, output_file
 from jsparse.bench.hosts import counters
+from jsparse.bench.options import real, whole
 from jsparse.cli import processes
 
 EVERY_STEP = ("dense", "oktopk")
@@ -41,10 +42,10 @@ parser.add_argument(
     help="default: this project's documents are the text",
 )
 parser.add_argument("--method", nargs="+", choices=NAMES, default=["diloco"], help="default diloco")
-parser.add_argument("--rounds", type=at_least(1), default=20, help="of 30 steps (default 20)")
-parser.add_argument("--rate", type=positive, default=3e-3, help="AdamW's, after its warm-up (default 0.003)")
+parser.add_argument("--rounds", type=whole(1), default=20, help="of 30 steps (default 20)")
+parser.add_argument("--rate", type=real(above=0), default=3e-3, help="AdamW's, after its warm-up (default 0.003)")
 parser.add_argument("--log", type=output_file, metavar="FILE", help="write a JSON object a line to it, for each round")
-parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw the runs to this image file")
+parser.add_argument("--plot", type=image_file, metavar="FILE", help="draw the runs to this image file")
 processes.add_arguments(parser)
 args = parser.parse_args()
 

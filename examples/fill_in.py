@@ -32,12 +32,11 @@ import rich.table
 from flax import nnx
 
 import jsparse
-from examples import report
 from examples.models import ConvNet
-from examples.options import at_least
 from jsparse import cost
-from jsparse.bench.command import output_file
+from jsparse.bench.command import image_file, output_file
 from jsparse.bench.images import Images, load_images
+from jsparse.bench.options import whole
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -217,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's or CIFAR-10's files")
     parser.add_argument(
         "--workers",
-        type=at_least(2),
+        type=whole(2),
         nargs="+",
         default=[2, 4, 8, 16, 32, 64],
         metavar="P",
@@ -230,12 +229,12 @@ def main(argv: list[str] | None = None) -> None:
         default=[0.01, 0.02],
         help="k / n (default 0.01 0.02); Ok-Topk runs at the first",
     )
-    parser.add_argument("--steps", type=at_least(1), default=30, help="training steps (default 30)")
+    parser.add_argument("--steps", type=whole(1), default=30, help="training steps (default 30)")
     parser.add_argument("--tau-region", type=int, default=1, help="steps between repartitions (default 1)")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the parameters and batches (default 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
-    parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw the table to this image file")
+    parser.add_argument("--plot", type=image_file, metavar="FILE", help="draw the table to this image file")
     args = parser.parse_args(argv)
 
     try:

@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jsparse
 from examples import cluster
 from examples.data import Rows, read_libsvm, sparse
-from jsparse.bench.command import check_at_least, output_file
+from jsparse.bench.command import output_file
+from jsparse.bench.options import real, whole
 from jsparse.cli import processes
 from jsparse.select import NonZero
 
@@ -285,12 +286,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
       ValueError: a number is.
     """
-    check_at_least(args, workers=1, epochs=0, batch=1, capacity=1, rows=1, seed=0)
-    if not 0 < args.step_size < np.inf or not 0 < args.decay <= 1 or not 0 <= args.l2 < np.inf:
-        raise ValueError(
-            f"--step-size is {args.step_size}, --decay {args.decay}, --l2 {args.l2}; they are above 0, above 0 and at "
-            "most 1, and at least 0"
-        )
+    if not 0 < args.decay <= 1:
+        raise ValueError(f"--decay is {args.decay}; it is above 0, and at most 1")
     if args.step_size * args.l2 >= 1:
         raise ValueError(f"a step shrinks the weights by {args.step_size * args.l2}, all of them: lower --step-size")
     if args.schedule == "inverse" and not args.l2:
@@ -312,12 +309,12 @@ def main(argv: list[str] | None = None) -> None:
         metavar="NAME",
         help=f"all, or one of {', '.join(STRATEGIES)}; repeatable (default ssar_split_allgather)",
     )
-    parser.add_argument("--workers", type=int, help="workers of each process (default: 8; 1 in each of several)")
+    parser.add_argument("--workers", type=whole(1), help="workers of each process (default: 8; 1 in each of several)")
     parser.add_argument("--mpi", action="store_true", help="each process of mpirun is a worker")
-    parser.add_argument("--epochs", type=int, default=10, help="default 10")
-    parser.add_argument("--batch", type=int, default=1000, help="rows a worker and step (default 1000)")
-    parser.add_argument("--l2", type=float, default=1e-3, help="the penalty is l2 / 2 |weights|^2 (default 1e-3)")
-    parser.add_argument("--step-size", type=float, default=1.0, help="of the first step (default 1)")
+    parser.add_argument("--epochs", type=whole(0), default=10, help="default 10")
+    parser.add_argument("--batch", type=whole(1), default=1000, help="rows a worker and step (default 1000)")
+    parser.add_argument("--l2", type=real(0), default=1e-3, help="the penalty is l2 / 2 |weights|^2 (default 1e-3)")
+    parser.add_argument("--step-size", type=real(above=0), default=1.0, help="of the first step (default 1)")
     parser.add_argument(
         "--schedule",
         choices=["epoch", "inverse"],
@@ -327,12 +324,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--decay", type=float, default=0.9, help="default 0.9")
     parser.add_argument(
         "--capacity",
-        type=int,
+        type=whole(1),
         help="elements that a worker sends in a step; what is left over waits in its residual (default: the most "
         "distinct columns of any batch, so that nothing is left over)",
     )
-    parser.add_argument("--rows", type=int, default=10_000, help="made-up rows of each worker (default 10000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the batches, and of made-up rows (default 0)")
+    parser.add_argument("--rows", type=whole(1), default=10_000, help="made-up rows of each worker (default 10000)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the batches, and of made-up rows (default 0)")
     parser.add_argument("--compare", action="store_true", help="compare the loss with that of scikit-learn's solver")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     processes.add_arguments(parser)

@@ -39,9 +39,10 @@ import jsparse
 from examples import lines as runs
 from examples import report
 from examples.models import Transformer
-from examples.options import at_least, folder_of, told
+from examples.options import folder_of, told
 from jsparse import quantize, wire
-from jsparse.bench.command import output_file
+from jsparse.bench import options
+from jsparse.bench.command import image_file, output_file
 
 WORKERS, ROWS, CONTEXT = 4, 4, 64  # Rows of a worker's batch, and bytes of a row.
 EVALUATIONS = 10  # At most, in a run.
@@ -436,10 +437,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the runs, a JSON object a line")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), help="default all")
-    parser.add_argument("--budget", nargs="+", type=at_least(1), default=[256, 32, 1500], help="default 256 32 1500")
-    parser.add_argument("--steps", type=at_least(20), default=1200, help="of each run (default 1200)")
+    parser.add_argument(
+        "--budget", nargs="+", type=options.whole(1), default=[256, 32, 1500], help="default 256 32 1500"
+    )
+    parser.add_argument("--steps", type=options.whole(20), default=1200, help="of each run (default 1200)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
-    parser.add_argument("--plot", type=report.image_file, metavar="FILE", help="draw loss by bytes and by steps")
+    parser.add_argument("--plot", type=image_file, metavar="FILE", help="draw loss by bytes and by steps")
     args = parser.parse_args(argv)
 
     with told(parser):

@@ -1,33 +1,10 @@
-"""Types of options that the examples share, and errors of one line."""
+"""Folders as options, and errors of one line."""
 
 import argparse
 import contextlib
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator
-
-
-def at_least(least: int, of: int = 1) -> Callable[[str], int]:
-    """A type of options: whole numbers that are at least ``least``, and multiples of ``of``."""
-
-    def read(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            number = int(text)
-            if number >= least and number % of == 0:
-                return number
-        kind = f"multiple of {of}" if of > 1 else "whole number"
-        raise argparse.ArgumentTypeError(f"it is {text}; give a {kind} that is at least {least}")
-
-    return read
-
-
-def positive(text: str) -> float:
-    """Reads a number, and refuses one that is not finite and above 0."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"it is {text}; give a number above 0")
 
 
 def output_folder(text: str) -> pathlib.Path:

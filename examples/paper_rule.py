@@ -31,10 +31,10 @@ from flax import nnx
 import jsparse
 from examples.data import read_ptb
 from examples.models import ConvNet
-from examples.options import at_least, positive
 from jsparse.bench.command import output_file
 from jsparse.bench.images import load_images
 from jsparse.bench.nets import dense
+from jsparse.bench.options import real, whole
 
 FIRST = 10  # The first steps do not count: the residuals are still empty.
 COLUMNS = ("sent", "indices", "error", "words", "most")
@@ -180,16 +180,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--data-dir", type=pathlib.Path, help="directory that has a folder mnist or ptb with the standard files"
     )
-    parser.add_argument("--workers", type=at_least(1), nargs="+", default=[8, 16], metavar="P", help="default 8 16")
+    parser.add_argument("--workers", type=whole(1), nargs="+", default=[8, 16], metavar="P", help="default 8 16")
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
-        "--steps", type=at_least(FIRST + 1), default=150, help=f"training steps, more than {FIRST} (default 150)"
+        "--steps", type=whole(FIRST + 1), default=150, help=f"training steps, more than {FIRST} (default 150)"
     )
-    parser.add_argument("--every", type=at_least(1), default=1, help="compare with the rule in every so many steps")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
-    parser.add_argument("--learning-rate", type=positive, default=0.05, help="default 0.05")
+    parser.add_argument("--every", type=whole(1), default=1, help="compare with the rule in every so many steps")
+    parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--learning-rate", type=real(above=0), default=0.05, help="default 0.05")
     parser.add_argument("--momentum", type=float, default=0.9, help="default 0.9")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the parameters and batches (default 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args(argv)
 

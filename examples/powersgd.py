@@ -25,8 +25,9 @@ import rich.console
 import rich.table
 
 import jsparse
-from examples.options import at_least, positive, told
+from examples.options import told
 from jsparse.bench.images import Images, load_images
+from jsparse.bench.options import real, whole
 
 WORKERS, AXIS = 4, "workers"
 Layers = list[tuple[np.ndarray, np.ndarray]]
@@ -128,13 +129,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", choices=["digits", "mnist"], default="digits", help="images (default digits)")
     parser.add_argument("--data-dir", type=pathlib.Path, metavar="DIR", help="directory of MNIST's files")
     parser.add_argument(
-        "--ranks", type=at_least(0), nargs="+", default=[0, 1, 2, 4, 8, 16, 32], help="default 0 1 2 4 8 16 32"
+        "--ranks", type=whole(0), nargs="+", default=[0, 1, 2, 4, 8, 16, 32], help="default 0 1 2 4 8 16 32"
     )
-    parser.add_argument("--width", type=at_least(1), default=200, help="of the hidden layers (default 200)")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
-    parser.add_argument("--steps", type=at_least(3), default=600, help="more than PyTorch's 2 dense ones (default 600)")
-    parser.add_argument("--learning-rate", type=positive, default=0.02, help="default 0.02")
-    parser.add_argument("--seeds", type=at_least(1), default=3, help="how many trainings of each (default 3)")
+    parser.add_argument("--width", type=whole(1), default=200, help="of the hidden layers (default 200)")
+    parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--steps", type=whole(3), default=600, help="more than PyTorch's 2 dense ones (default 600)")
+    parser.add_argument("--learning-rate", type=real(above=0), default=0.02, help="default 0.02")
+    parser.add_argument("--seeds", type=whole(1), default=3, help="how many trainings of each (default 3)")
     args = parser.parse_args(argv)
     if not importlib.util.find_spec("torch"):
         parser.error("PyTorch is missing: pip install torch")

@@ -1,6 +1,5 @@
 """Shows training runs: a comparison as a table and a plot, and metrics and rounds as plots."""
 
-import argparse
 import pathlib
 from typing import Any
 
@@ -9,19 +8,8 @@ import numpy as np
 import rich.console
 import rich.table
 
-from jsparse.bench.command import output_file
-
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.backend_bases import FigureCanvasBase
-
-
-def image_file(text: str) -> pathlib.Path:
-    """Reads the name of a plot's file, and refuses one that can't be written or drawn."""
-    path, kinds = output_file(text), FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise argparse.ArgumentTypeError(f"{text} is no image file: name one that ends in .{', .'.join(kinds)}")
-    return path
 
 
 def table(runs: list[dict[str, Any]]) -> None:

@@ -26,11 +26,12 @@ from jax.sharding import Mesh
 import jsparse
 from examples import cluster, report
 from examples.models import DeepSpeech
-from examples.options import at_least, output_folder, positive
+from examples.options import output_folder
 from examples.tasks import DATA, MODELS, Task, make_task
 from examples.workers import OnMesh, OnOneDevice, Workers
 from jsparse import quantize, select, wire
-from jsparse.bench.command import output_file
+from jsparse.bench.command import image_file, output_file
+from jsparse.bench.options import real, whole
 from jsparse.cli import processes
 
 
@@ -364,14 +365,12 @@ def main(argv: list[str] | None = None) -> None:
         "workers)",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
-    parser.add_argument(
-        "--epochs", type=at_least(1), help="epochs of training (default: 40 for digits, 3 for the others)"
-    )
-    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--epochs", type=whole(1), help="epochs of training (default: 40 for digits, 3 for the others)")
+    parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
     parser.add_argument("--optimizer", choices=RATES, default="momentum")
     parser.add_argument(
         "--learning-rate",
-        type=positive,
+        type=real(above=0),
         help=f"default: {', '.join(f'{rate} for {name}' for name, rate in RATES.items())}",
     )
     parser.add_argument(
@@ -394,11 +393,11 @@ def main(argv: list[str] | None = None) -> None:
         metavar="SIDE:EPOCHS ...",
         help="images are first made so many pixels high and wide, for so many epochs: '16:2 24:1'; tests are not",
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of the parameters and batches (default 0)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the parameters and batches (default 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     parser.add_argument(
         "--plot",
-        type=report.image_file,
+        type=image_file,
         metavar="FILE",
         default="train.png",
         help="draw the runs to this image file (default train.png)",

@@ -26,10 +26,10 @@ from flax import nnx
 from jax import lax
 
 import jsparse
-from examples.options import at_least, positive
 from jsparse.bench.command import output_file
 from jsparse.bench.images import Images, load_images
 from jsparse.bench.nets import CLASSES, dense
+from jsparse.bench.options import real, whole
 
 # The name before the hyphen is the preset. These are its further arguments.
 ALGORITHMS: dict[str, dict[str, str]] = {
@@ -149,9 +149,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", choices=["digits", "mnist"], default="digits", help="default digits")
     parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's files")
     parser.add_argument(
-        "--width", type=at_least(1), default=191, help="of the hidden layers (default 191: 51,007 parameters)"
+        "--width", type=whole(1), default=191, help="of the hidden layers (default 191: 51,007 parameters)"
     )
-    parser.add_argument("--workers", type=at_least(1), default=8, metavar="P", help="workers (default 8)")
+    parser.add_argument("--workers", type=whole(1), default=8, metavar="P", help="workers (default 8)")
     parser.add_argument(
         "--classes",
         type=int,
@@ -162,11 +162,11 @@ def main(argv: list[str] | None = None) -> None:
         help="of how many digits a worker has images (default 10 2)",
     )
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.002], help="k / n (default 0.01 0.002)")
-    parser.add_argument("--steps", type=at_least(1), default=500, help="training steps (default 500)")
-    parser.add_argument("--batch", type=at_least(1), default=16, help="examples a worker and step (default 16)")
-    parser.add_argument("--learning-rate", type=positive, default=0.05, metavar="RATE", help="default 0.05")
+    parser.add_argument("--steps", type=whole(1), default=500, help="training steps (default 500)")
+    parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
+    parser.add_argument("--learning-rate", type=real(above=0), default=0.05, metavar="RATE", help="default 0.05")
     parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="default 0.9")
-    parser.add_argument("--seeds", type=at_least(1), default=3, help="of parameters and batches: how many (default 3)")
+    parser.add_argument("--seeds", type=whole(1), default=3, help="of parameters and batches: how many (default 3)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args(argv)
 

@@ -42,14 +42,6 @@ def add_commands(parser: argparse.ArgumentParser, metavar: str, *modules: Any) -
     return commands
 
 
-def whole_number(text: str) -> int:
-    """Reads a whole number, which may be written like 25e6."""
-    number = float(text)
-    if not number.is_integer():
-        raise ValueError
-    return int(number)
-
-
 def output_file(text: str) -> pathlib.Path:
     """Reads the name of a file that a command writes later, and refuses one that it can't."""
     path = pathlib.Path(text)
@@ -68,18 +60,6 @@ def image_file(text: str) -> pathlib.Path:
     if path.suffix[1:].lower() not in known:
         raise argparse.ArgumentTypeError(f"{text} is no image file: let its name end with one of {', '.join(known)}")
     return path
-
-
-def check_at_least(args: argparse.Namespace, **least: int) -> None:
-    """Refuses options below their least values. An option that is None was left out.
-
-    Raises:
-      ValueError: an option is too small.
-    """
-    for option, number in least.items():
-        given = getattr(args, option)
-        if given is not None and given < number:
-            raise ValueError(f"--{option} is {given}; it is at least {number}")
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, plot: str, figures: str = "the figures") -> None:

@@ -7,26 +7,31 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from .command import whole_number
-
 # The most elements of a vector, whose indices are int32.
 LONGEST = 2**31 - 1
 Number = TypeVar("Number", int, float)
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Reads whole numbers from ``least`` to ``most``, which may be written like 25e6."""
+def whole(least: int, most: int | None = None, *, of: int = 1) -> Callable[[str], int]:
+    """Reads whole numbers from ``least`` to ``most`` that are multiples of ``of``.
+
+    They may be written like 25e6.
+    """
 
     def read(text: str) -> int:
-        try:
+        with contextlib.suppress(ValueError):
             return int(text)  # A float would round a long one.
-        except ValueError:
-            return whole_number(text)
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError
+        return int(number)
 
+    def allowed(number: int) -> bool:
+        return least <= number <= (number if most is None else most) and number % of == 0
+
+    kind = "whole number" if of == 1 else f"multiple of {of}"
     bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    return _checked(
-        read, lambda number: least <= number <= (number if most is None else most), f"whole number, {bounds}"
-    )
+    return _checked(read, allowed, f"{kind}, {bounds}")
 
 
 def real(least: float = -math.inf, *, above: float = -math.inf, infinite: bool = False) -> Callable[[str], float]:
