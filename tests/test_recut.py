@@ -420,6 +420,20 @@ def test_a_server_that_is_late_loses_no_gradient():
         jax.tree.map(np.testing.assert_array_equal, {n: a[n] for n in cut}, {n: b[n] for n in cut})
 
 
+def test_what_dion_has_whole_on_each_device_moves_to_the_bit():
+    """Of a matrix that no axis cuts, each device has the momentum."""
+    params = {"few": np.zeros((5, 7), np.float32), "w": np.zeros((8, 4), np.float32)}
+    preset, old, new = jsparse.scale_by_dion("replica"), on(P(), replica=2, fsdp=2), on(P(), replica=2, fsdp=4)
+    state = old.over(preset).init(params)
+    few, w = np.split(np.random.default_rng(0).standard_normal((2, 67)).astype(np.float32), [35], axis=1)
+    held = np.concatenate([np.repeat(few[:, None], 2, axis=1), w.reshape(2, 2, 16)], axis=2).reshape(-1)
+    bucket = state.buckets[0]
+    state = state._replace(buckets=(bucket._replace(memory=bucket.memory._replace(residual=held)),))
+    moved = jsparse.reshard(preset, state, params, new.mesh, "replica", param_specs=new.specs, before=old.before)
+    wanted = np.concatenate([np.repeat(few[:, None], 4, axis=1), w.reshape(2, 4, 8)], axis=2)
+    np.testing.assert_array_equal(moved.buckets[0].residual, wanted.reshape(-1))
+
+
 # What is refused.
 
 
@@ -501,6 +515,7 @@ REFUSED = {
         "pass a chain with the preset itself",
     ),
     "another order": (lambda: moving(reordered()), "not leaves one after another"),
+    "frequencies": (lambda: moving(jsparse.demo("replica")), "the number of workers alone; or begin with the state"),
     "a state that is copied": (lambda: moving(copying(TOPK)), "makes new arrays"),
     "an optimizer that is cut among workers": (
         lambda: moving(optax.chain(TOPK, jsparse.sharded(optax.adam(0.1), "replica")), like=TOPK),

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jsparse
+import oracles
 import transports
 from algorithms import DENSITY, ROWS, Row
 from tiers import quick
@@ -132,11 +133,12 @@ def test_each_device_synchronises_its_own_shards(row: Row):
     def by_place(x):
         return np.asarray(x).reshape(size, devices, -1)
 
-    # The vector of leaves that every device has: each sends, and remembers, a part.
+    # The vector of leaves that every device has: each sends, and remembers, a part. Dion has them
+    # beside the others.
     for number, bucket in enumerate(state.buckets):
         have = [by_place(leaf) for leaf in jax.tree.leaves(bucket)]
         want = [[b.reshape(size, -1) for b in jax.tree.leaves(states.buckets[number])] for states in expected]
-        if number == len(state.buckets) - 1:
+        if number == len(state.buckets) - 1 and row.name != "scale_by_dion":
             have = [x.reshape(size, -1)[:, : wanted.shape[1]] for x, wanted in zip(have, want[0], strict=True)]
             have, want = [x[:, None] for x in have], want[:1]
         for place, wanted in enumerate(want):
@@ -583,6 +585,45 @@ def test_a_region_of_ones_own_over_the_workers_alone(name: str):
         np.testing.assert_allclose(loss, wanted[number], rtol=1e-5)
 
 
+def test_dion_orthonormalises_what_cannot_be_cut_and_cuts_no_single_rows():
+    """Whole, on three devices of a worker alike. The rows of "few" stay together."""
+    shapes = {"few": (3, 12), "scale": (5,), "square": (16, 8)}
+    rng = np.random.default_rng(0)
+    grads = {name: 1000 * rng.standard_normal((2, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    preset = jsparse.scale_by_dion("replica", momentum=0.9)
+    tx = jsparse.over_mesh(preset, auto({"replica": 2, "fsdp": 3}), "replica", P())
+    state = tx.init({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    q = np.asarray(state.buckets[0].reducer.q[1])[:8].astype(np.float64)
+    updates, state = jax.jit(tx.update)(grads, state)
+    wanted, taken = oracles.dion(grads["square"].astype(np.float64), q, 0.9)
+    np.testing.assert_allclose(updates["square"], wanted, atol=1e-4)
+    np.testing.assert_allclose(updates["scale"], grads["scale"].mean(0), rtol=1e-5)
+    for shard in (*updates["square"].addressable_shards, *updates["scale"].addressable_shards):
+        np.testing.assert_array_equal(shard.data, updates["square" if shard.data.ndim > 1 else "scale"])
+    for shard in np.split(np.asarray(updates["few"]), 3, axis=1):
+        np.testing.assert_allclose(np.linalg.norm(shard), np.sqrt(4 / 3), rtol=1e-3)
+    momenta = np.asarray(jsparse.residual(state)).reshape(2, 3, -1)[:, :, 17:].reshape(2, 3, 16, 8)
+    np.testing.assert_array_equal(momenta, np.repeat(momenta[:, :1], 3, axis=1))
+    np.testing.assert_allclose(momenta[:, 0], grads["square"] - taken, atol=0.05)
+
+
+def test_much_that_goes_densely_for_want_of_a_cut_warns():
+    """A dense sum loses nothing so; nor does a short leaf count, or a model of one device."""
+
+    def begin(preset, shapes, fsdp: int = 3):
+        params = {f"leaf {i}": jnp.zeros(shape) for i, shape in enumerate(shapes)}
+        return jsparse.over_mesh(preset, auto({"replica": 2, "fsdp": fsdp}), "replica", P()).init(params)
+
+    sparse = functools.partial(jsparse.topk_allgather, "replica", density=0.1)
+    for preset in (sparse(), jsparse.phases(((1, jsparse.dense("replica")), sparse()))):
+        with pytest.warns(UserWarning, match=r"32 of 128 elements .* 'fsdp' of size 3 can't cut. Choose a size"):
+            begin(preset, [(8, 4), (32, 3)])
+    begin(jsparse.dense("replica"), [(8, 4)])
+    begin(sparse(dense_below=33), [(8, 4), (33, 3)])
+    begin(sparse(), [(8, 4), (96, 3)])
+    begin(sparse(), [(), (8, 4)], fsdp=1)
+
+
 def test_specs_in_variables():
     """As of nnx, whose optimizer passes the arrays of its variables."""
     mesh, grads = auto(TWO), {name: np.ones((2, *x.shape), np.float32) for name, x in mlp_params().items()}
@@ -644,6 +685,17 @@ def by_hand(check_vma: bool, whole: bool):
 REFUSED = {
     "an axis of the workers": (spec_of(bias=P("replica")), "the workers stand along 'replica'"),
     "an axis that is missing": (spec_of(bias=P("tensor")), "the mesh has axes"),
+    "an axis that XLA cuts": (spec_of(bias=P(P.UNCONSTRAINED)), "in place of UNCONSTRAINED"),
+    "a sharding of another mesh": (
+        spec_of(bias=NamedSharding(auto({"replica": 4, "fsdp": 2}), P("fsdp"))),
+        r"of another mesh, whose axes have the sizes .'replica': 4, 'fsdp': 2., .* pass a NamedSharding of this",
+    ),
+    "a row of a matrix for Dion": (
+        lambda: jsparse.over_mesh(jsparse.scale_by_dion("replica"), auto(TWO), "replica", P("fsdp")).init(
+            {"types": jnp.zeros((4, 64))}
+        ),
+        r"leaf .'types'. has shape \(4, 64\), .* shard of \(1, 64\): a single row .* Cut the leaf otherwise",
+    ),
     "no spec": (spec_of(bias=0), "pass a jax.sharding.PartitionSpec"),
     "a length that can't be cut": (
         lambda: jsparse.train_step(

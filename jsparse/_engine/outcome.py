@@ -54,8 +54,8 @@ def begin(
     none, zero = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.uint32)
     report = Report(none, none, none, none, zero, zero, none, tuple(thresholds), tuple(thresholds))
     sizes, shards = [comm.size for comm in levels], math.prod(comm.size for comm in space.model)
-    # Of a leaf that each device of a worker has, it sends a part.
-    own = [-(-leaf.size // shards) if i in space.whole else leaf.size for i, leaf in enumerate(leaves)]
+    # Of a leaf that a worker's devices share, each sends a part.
+    own = [-(-leaf.size // shards) if i in space.shared else leaf.size for i, leaf in enumerate(leaves)]
     length = sum(size * leaf.dtype.itemsize for size, leaf in zip(own, leaves, strict=True))
     counts = sum(own), -(-collective_cost("psum", length, math.prod(sizes)).bytes // 4)
     elements, dense_words = (jnp.full(1, min(count, 2**32 - 1), jnp.uint32) for count in counts)

@@ -68,6 +68,13 @@ class Phased(Synchroniser):
     def buckets(self, params: Any) -> list[Bucket]:
         return self.shared.buckets(params)
 
+    def compressed(self, params: Any) -> tuple[list[int], list[int]]:
+        return max((stage.compressed(params) for stage in self.stages), key=lambda ids: len(ids[1]))
+
+    def check_shard(self, name: str, shape: Sequence[int], shard: Sequence[int]) -> None:
+        for stage in self.stages:
+            stage.check_shard(name, shape, shard)
+
     def update(self, grads: Any, state: SparseAllReduceState) -> tuple[Any, SparseAllReduceState]:
         levels = list(map(Metered, self.levels))
         everyone = [*levels, *self.model]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +73,7 @@ class Reducer:
       of_the_sum: whether its result depends on the workers' vectors through their sum alone.
       of_any_vector: whether it takes vectors that go densely, too: its total is no sum, and leaves
         beside it must not be summed either.
+      compresses: whether it sends less than a dense sum would.
       conserves: whether the workers' shares add up to its total, so that what is delivered and
         what is kept are all there was.
       staleness: by how many steps its sums are late.
@@ -82,12 +84,22 @@ class Reducer:
     hands_over = False
     of_the_sum = False
     of_any_vector = False
+    compresses = True
     conserves = True
     staleness = 0
 
     def init(self, layout: Layout, size: int) -> Any:
         """The state for a vector of this layout among ``size`` workers: a NamedTuple of arrays."""
         raise NotImplementedError
+
+    def check_shard(self, name: str, shape: Sequence[int], shard: Sequence[int]) -> None:
+        """Refuses a shard of which this reducer would make something else than of the leaf.
+
+        Args:
+          name: of the leaf.
+          shape: of the leaf.
+          shard: the shape of what a device holds of it.
+        """
 
     def __call__(
         self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array
@@ -187,6 +199,10 @@ class Whole(Reducer):
     @property
     def unbiased(self) -> bool:
         return self.allreduce.unbiased
+
+    @property
+    def compresses(self) -> bool:
+        return self.allreduce.compresses
 
     @property
     def staleness(self) -> int:

@@ -9,6 +9,7 @@ import contextvars
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from .._vector.buckets import Bucket
 from .._vector.sparse_vector import SparseVector
 from .state import SparseAllReduceState
 from .synchroniser import Synchroniser
+
+# The share of elements that may go densely, for lack of a cut, without a warning.
+MOST_UNCUT = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +58,21 @@ class Placement:
         """
         workers = (axis,) if isinstance(axis, str) else axis
         table = []
-        for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        for path, given in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
             name = f"the spec of {jax.tree_util.keystr(path) or 'the parameters'}"
-            if not _is_spec(spec):
-                raise ValueError(f"{name} is {spec!r}; pass a jax.sharding.PartitionSpec, a NamedSharding or None")
-            spec = spec.spec if isinstance(spec, NamedSharding) else spec if spec is not None else PartitionSpec()
+            if not _is_spec(given):
+                raise ValueError(f"{name} is {given!r}; pass a jax.sharding.PartitionSpec, a NamedSharding or None")
+            spec = given.spec if isinstance(given, NamedSharding) else given if given is not None else PartitionSpec()
+            if isinstance(given, NamedSharding) and (there := _other_sizes(given.mesh, mesh)):
+                raise ValueError(
+                    f"{name} is a NamedSharding of another mesh, whose axes have the sizes {there}, and here they are "
+                    f"{dict(mesh.shape)}: pass a NamedSharding of this mesh, or the PartitionSpec alone"
+                )
+            if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+                raise ValueError(
+                    f"{name} is {spec}, which leaves to XLA how an axis is cut, and jsparse must know: put the mesh "
+                    "axes along which it is cut in place of UNCONSTRAINED, or None"
+                )
             for used in (used for entry in spec for used in axes_in(entry)):
                 if used in workers:
                     raise ValueError(
@@ -112,20 +126,30 @@ class Placement:
     def cut(self, path: Any, shape: Sequence[int]) -> PartitionSpec | None:
         """How a leaf is cut among all devices of a worker, so that each holds a shard of its own.
 
-        It is the leaf's spec, with the axes that this lacks added where they cut further. None
+        It is the leaf's spec, with the axes that this lacks added where they cut further: where
+        two elements at least are left, if they can, so that a shard of a matrix is a matrix. None
         where an axis cuts nothing: then several devices hold the same.
         """
+        spec = self._cut(path, shape)
+        return None if isinstance(spec, str) else spec
+
+    def uncut(self, path: Any, shape: Sequence[int]) -> str | None:
+        """The mesh axis that cuts nothing of a leaf, so that :meth:`cut` is None."""
+        spec = self._cut(path, shape)
+        return spec if isinstance(spec, str) else None
+
+    def _cut(self, path: Any, shape: Sequence[int]) -> PartitionSpec | str:
         spec = self.spec(path, shape)
         entries = [axes_in(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
         for axis in self.model:
             if any(axis in names for names in entries):
                 continue
-            for i, names in enumerate(entries):
-                if shape[i] % math.prod(self.mesh.shape[name] for name in (*names, axis)) == 0:
-                    entries[i] = (*names, axis)
-                    break
-            else:
-                return None
+            parts = [math.prod(self.mesh.shape[name] for name in (*names, axis)) for names in entries]
+            fits = [i for i, count in enumerate(parts) if shape[i] % count == 0]
+            if not fits:
+                return axis
+            i = next((i for i in fits if shape[i] > parts[i]), fits[0])
+            entries[i] = (*entries[i], axis)
         return PartitionSpec(*(names or None for names in entries))
 
     def windows(self, path: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], ...] | None:
@@ -219,6 +243,11 @@ def axes_in(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def _other_sizes(there: Mesh | AbstractMesh, here: Mesh | AbstractMesh) -> dict[str, int]:
+    """The sizes of a mesh's axes that have another size in this mesh."""
+    return {name: size for name, size in there.shape.items() if here.shape.get(name, size) != size}
+
+
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
@@ -263,6 +292,7 @@ class OnShards(Synchroniser):
         leaves, cut, inner = self._divided(params)
         if self.stacked:
             self._check_places(params)
+        self._check_shards(params, inner)
         own = self._each(inner.init, in_specs=(self._specs(cut),), out_specs=self._of_state)
         # Jitted, as outside a program it would run one operation after the other.
         make = jax.jit(
@@ -285,6 +315,26 @@ class OnShards(Synchroniser):
                     f"leaf {jax.tree_util.keystr(path)} is placed as {leaf.sharding}, and its spec is {wanted.spec}: "
                     "give the spec by which it is placed, or place it with jax.device_put"
                 )
+
+    def _check_shards(self, params: Any, inner: Synchroniser) -> None:
+        """Refuses shards that can't stand for their leaves. Warns if much goes densely."""
+        shards, _ = self.of_device(params)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        for (path, leaf), shard in zip(leaves, shards, strict=True):
+            inner.check_shard(jax.tree_util.keystr(path), leaf.shape, shard.shape)
+        wanted, missed = ([leaves[i] for i in ids] for ids in inner.compressed(shards))
+        elements, of = (sum(leaf.size for _, leaf in some) for some in (missed, wanted))
+        devices = math.prod(self.placement.mesh.shape[name] for name in self.placement.model)
+        if devices == 1 or elements <= of * MOST_UNCUT:
+            return
+        axes = dict.fromkeys(self.placement.uncut(path, leaf.shape) for path, leaf in missed)
+        named = " and ".join(f"{axis!r} of size {self.placement.mesh.shape[axis]}" for axis in axes if axis)
+        warnings.warn(
+            f"{elements} of {of} elements go densely: they are in leaves that the mesh axis {named} can't cut. Choose "
+            "a size of the axis that divides a dimension of each large leaf, or a width of the model that is a "
+            "multiple of the size",
+            stacklevel=2,
+        )
 
     def check_like(self, grads: Any, params: Any) -> None:
         if self.stacked:

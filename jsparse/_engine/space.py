@@ -18,6 +18,7 @@ from .._comm.comm import Comm
 from .._vector.arguments import check_fields
 from .._vector.buckets import Bucket, Scope, divide
 from .._vector.layout import Layout
+from .._vector.parts import Parts
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense
 from .._vector.tiles import has_tiles, into_tiles, out_of_tiles
@@ -33,8 +34,9 @@ class Space:
       comms: the networks that entering and leaving use, beside the reducer's.
       model: the networks inside a worker whose devices hold a model in shards. They agree whether
         a gradient is finite. What is sent there is not counted.
-      whole: the leaves, by number, of which each of these devices has all. They go densely, and
-        each device sends a part of them.
+      whole: the leaves, by number, of which each of these devices has all.
+      shared: those of them that go densely, of which each device sends a part. The others each
+        device synchronises as it does its shards, all of them alike.
       as_leaves: whether a vector is its bucket's leaves one after another, element by element in
         the order that the bucket says, so that it can be cut into other shards.
     """
@@ -43,6 +45,10 @@ class Space:
     model: tuple[Comm, ...] = ()
     whole: tuple[int, ...] = ()
     as_leaves: ClassVar[bool] = False
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        return self.whole
 
     def on_shards(self, model: tuple[Comm, ...], whole: tuple[int, ...]) -> "Space":
         """The same space for the shards that one device of a worker holds."""
@@ -120,6 +126,8 @@ class Flat(Space):
       dense_below: leaves of fewer elements go densely, all together.
       bucket_bytes: cut the one vector into several of at most so many bytes.
       tiles: matrices are in the order of square tiles of this side, where elements are selected.
+      share_whole: whether a worker's devices share the leaves of which each has all. If not, each
+        synchronises all of them: for reducers that need leaves in their own shapes.
       model, whole: as in :class:`Space`.
     """
 
@@ -129,8 +137,13 @@ class Flat(Space):
     dense_below: int = 0
     bucket_bytes: int | None = None
     tiles: int | None = None
+    share_whole: bool = True
     model: tuple[Comm, ...] = ()
     whole: tuple[int, ...] = ()
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        return self.whole if self.share_whole else ()
 
     def __post_init__(self):
         check_fields(self)
@@ -148,7 +161,7 @@ class Flat(Space):
             leaves,
             scope=self.scope,
             dense_below=self.dense_below,
-            whole=self.whole,
+            whole=self.shared,
             bucket_bytes=self.bucket_bytes,
             tiles=self.tiles,
         )
@@ -162,26 +175,40 @@ class Flat(Space):
     def enter(
         self, comms: Sequence[Comm], bucket: Bucket, leaves: Sequence[Leaf], keep: jax.Array, limit: float
     ) -> Sequence[Leaf]:
-        """The leaves in the order of tiles; of those that each device has, this device's part."""
+        """The leaves in the order of tiles; of those that devices share, this device's part."""
         if not bucket.whole:
             return [leaf if isinstance(leaf, SparseVector) else into_tiles(leaf, bucket.tiles) for leaf in leaves]
-        vector, width = bucket.layout.ravel(leaves), _part(bucket.layout, self.model).n
+        return [self._part_of(bucket.layout.ravel(leaves))]
+
+    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: Vector) -> Vector:
+        if bucket.whole:
+            return self._joined(to_dense(total), bucket.layout.n)
+        alike = [i in self.whole for i in bucket.ids]
+        if not any(alike) and not any(has_tiles(shape, bucket.tiles) for shape in bucket.layout.shapes):
+            return total
+        leaves = bucket.layout.windows(total if isinstance(total, Parts) else to_dense(total))
+        leaves = [out_of_tiles(leaf, bucket.tiles).reshape(-1) for leaf in leaves]
+        # Each device has a sum of its own of these. Put together of parts of all, it is one.
+        one = [
+            self._joined(self._part_of(leaf), leaf.size) if whole else leaf
+            for leaf, whole in zip(leaves, alike, strict=True)
+        ]
+        return Parts(one)
+
+    def _part_of(self, vector: jax.Array) -> jax.Array:
+        """This device's part of a vector that all devices of a worker have."""
         rank, size = jnp.int32(0), 1
         for comm in self.model:
             rank, size = rank * comm.size + comm.rank(), size * comm.size
-        vector = jnp.pad(vector, (0, size * width - vector.shape[0]))
-        return [lax.dynamic_slice_in_dim(vector, rank * width, width)]
+        width = -(-vector.size // size)
+        vector = jnp.pad(vector, (0, size * width - vector.size))
+        return lax.dynamic_slice_in_dim(vector, rank * width, width)
 
-    def leave(self, comms: Sequence[Comm], bucket: Bucket, total: Vector) -> Vector:
-        if not bucket.whole:
-            if not any(has_tiles(shape, bucket.tiles) for shape in bucket.layout.shapes):
-                return total
-            leaves = bucket.layout.windows(to_dense(total))
-            return jnp.concatenate([out_of_tiles(leaf, bucket.tiles).reshape(-1) for leaf in leaves])
-        vector = to_dense(total)
+    def _joined(self, vector: jax.Array, n: int) -> jax.Array:
+        """The vector of length n of which each device of a worker has a part."""
         for comm in reversed(self.model):
             vector = comm.all_gather(vector)
-        return vector.reshape(-1)[: bucket.layout.n]
+        return vector.reshape(-1)[:n]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,19 @@ class Synchroniser:
         """
         return []
 
+    def compressed(self, params: Any) -> tuple[list[int], list[int]]:
+        """The leaves, by number, that are to send less than a dense sum would, and some of them.
+
+        The latter go densely nevertheless, because each device of a worker has all of them.
+
+        Args:
+          params: as of :meth:`init`, or their shapes and types.
+        """
+        return [], []
+
+    def check_shard(self, name: str, shape: Sequence[int], shard: Sequence[int]) -> None:
+        """Refuses a shard, as :meth:`Reducer.check_shard` does."""
+
     def check_like(self, grads: Any, params: Any) -> None:
         """Refuses gradients that are not those of these parameters, if their shapes tell."""
 
@@ -204,8 +217,24 @@ class Composition(Synchroniser):
 
     def buckets(self, params: Any) -> list[Bucket]:
         if not self.space.as_leaves:
-            raise ValueError(f"the vectors of {self.space} are not leaves one after another, so they can't be cut anew")
+            raise ValueError(
+                f"the vectors of {self.space} are not leaves one after another, so that they can't be cut into other "
+                "shards: keep the mesh's axes within a worker and the specs as they were, and change the number of "
+                "workers alone; or begin with the state that init makes on the new mesh, without what the workers held "
+                "back, and put the other states of the chain, such as Adam's, beside it"
+            )
         return self.space.buckets(flatten(params)[0])
+
+    def compressed(self, params: Any) -> tuple[list[int], list[int]]:
+        leaves, _ = flatten(params)
+        buckets = self.space.buckets(leaves) if self.reducer.compresses else []
+        short = getattr(self.space, "dense_below", 0)
+        kept = [i for bucket in buckets if self.parts(bucket)[0] == self.reducer for i in bucket.ids]
+        missed = {i for bucket in buckets if bucket.whole for i in bucket.ids if leaves[i].size >= short} - {*kept}
+        return [*kept, *missed], [*missed]
+
+    def check_shard(self, name: str, shape: Sequence[int], shard: Sequence[int]) -> None:
+        self.reducer.check_shard(name, shape, shard)
 
     def init(self, params: Any) -> SparseAllReduceState:
         leaves, _ = flatten(params)

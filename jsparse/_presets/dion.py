@@ -10,6 +10,7 @@ import optax
 
 from .._comm.comm import CommLike, as_comm
 from .._engine.memory import ErrorFeedback
+from .._engine.space import Flat
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
 from .._vector.arguments import check_fields
@@ -48,6 +49,15 @@ class Orthonormal(LowRank):
         rows, columns = math.prod(shape[:-1]), shape[-1]
         return Matrix(rows, columns, math.ceil(self.rank_fraction * min(rows, columns) - 1e-9))
 
+    def check_shard(self, name: str, shape: Sequence[int], shard: Sequence[int]) -> None:
+        if orthonormalises(shape) and not orthonormalises(shard):
+            raise ValueError(
+                f"leaf {name} has shape {tuple(shape)}, and each device of a worker holds a shard of {tuple(shard)}: "
+                "a single row or column has nothing to make orthonormal. Cut the leaf otherwise, by its spec or "
+                "the sizes of the mesh's axes, so that a shard has two rows and two columns at least; or leave it to "
+                "another optimizer: by matrices= of jsparse.dion, or by optax.partition around scale_by_dion"
+            )
+
     def applied(self, sums: Sequence[jax.Array], bases: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
         pairs = zip(sums, bases, strict=True)
         return [size * math.sqrt(len(q) / len(p)) * directions(q, 0, max(len(p), len(q))) for q, p in pairs]
@@ -78,6 +88,9 @@ def scale_by_dion(
     and all others its rows. All other leaves are averaged densely, as they are. For these use
     another optimizer: :func:`dion` is the whole one.
 
+    In a :doc:`sharded model <sharded>` each shard is such a matrix. A leaf that no axis cuts is
+    orthonormalised whole on each device of a worker, on all of them alike.
+
     Args:
       comm: a mesh axis name, a tuple of them (taken as one axis), or a Comm.
       rank_fraction: the rank over the shorter side of a matrix, above 0 and at most 1. From about
@@ -89,7 +102,8 @@ def scale_by_dion(
       A gradient transformation. The momentum of a worker is its residual.
 
     Raises:
-      ValueError: an argument is out of range. From ``init``: no leaf has two or more axes.
+      ValueError: an argument is out of range. From ``init``: no leaf has two or more axes; or a
+        shard of a matrix is a single row or column.
 
     **Cost**: ``2 (P-1)/P (r s + d)`` words and ``4 log P`` messages a worker: of each matrix the
     rank times its rows and columns, and the elements of all other leaves. A step orthonormalises a
@@ -102,7 +116,9 @@ def scale_by_dion(
       scales by ``sqrt(fan_out / fan_in)``, as here.
     """
     reducer = Orthonormal(seed=seed, rank_fraction=rank_fraction, momentum=momentum)
-    return SparseAllReduce.of(Composition(as_comm(comm), reducer, ErrorFeedback()))
+    # A mean of gradients in place of an update would be far too large, so none goes densely.
+    space = Flat(share_whole=False)
+    return SparseAllReduce.of(Composition(as_comm(comm), reducer, ErrorFeedback(), space))
 
 
 def dion(
@@ -133,7 +149,8 @@ def dion(
       A gradient transformation, a whole optimizer.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range. From ``init``: a shard of a matrix is a single row
+        or column.
 
     Example::
 

@@ -27,16 +27,15 @@ class Shards:
     Attributes:
       count: the number of devices.
       paths, shapes: of the leaves.
-      windows: for each leaf, the part of it that each device holds; None if each device has all of
-        it. Then they hold a vector in parts, in which it is.
-      buckets: which leaves each vector holds.
+      windows: for each leaf, the part of it that each device holds; empty if that is all of it.
+      buckets: which leaves each vector holds. One that is marked whole the devices hold in parts.
       once: the state of a worker without others, in shapes.
     """
 
     count: int
     paths: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
-    windows: tuple[Sequence[Window] | None, ...]
+    windows: tuple[Sequence[Window], ...]
     buckets: tuple[Bucket, ...]
     once: SparseAllReduceState
 
@@ -57,7 +56,7 @@ class Shards:
             site.shards,
             tuple(path for path, _ in leaves),
             tuple(leaf.shape for _, leaf in leaves),
-            tuple(site.windows(path, leaf.shape) for path, leaf in leaves),
+            tuple(site.windows(path, leaf.shape) or ((),) * site.shards for path, leaf in leaves),
             tuple(begun.synchroniser.buckets(begun.params)),
             once,
         )
@@ -90,7 +89,7 @@ class Shards:
         """A leaf of each node, from vectors of shape ``(nodes, devices, n)``."""
         nodes, windows, shape = len(vectors), self.windows[leaf], self.shapes[leaf]
         number, at = place
-        if windows is None:
+        if self.buckets[number].whole:
             return vectors.reshape(nodes, -1)[:, at].reshape(nodes, *shape)
         whole = np.empty((nodes, *shape), vectors.dtype)
         for device, window in enumerate(windows):
@@ -103,7 +102,7 @@ class Shards:
         """Puts a leaf of each node in its place: the inverse of :meth:`take`."""
         nodes, windows = len(vectors), self.windows[leaf]
         number, at = place
-        if windows is None:
+        if self.buckets[number].whole:
             vectors.reshape(nodes, -1)[:, at] = whole.reshape(nodes, -1)
             return
         for device, window in enumerate(windows):

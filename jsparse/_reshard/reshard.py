@@ -59,6 +59,7 @@ def reshard(
       too, are kept. What is not of single elements begins anew: thresholds, regions, factors of
       low rank, the report of the last step. If devices hold the same shards as before, nothing of
       this happens. A leaf that can't be cut any more delivers its residual in the next step.
+      Residuals of :func:`demo` are frequencies of a shard's tiles, and can't go to other shards.
 
     Everything is computed on the host, in NumPy, in one pass over the state. In a run of several
     processes, each of them calls this function, and holds the whole state while it runs.
@@ -90,7 +91,8 @@ def reshard(
       ValueError: the mesh lacks the axis; the state does not belong to this chain and these
         parameters, or was donated; parts of the state belong to different numbers of workers; the
         state is of workers with other numbers of devices than ``before`` says, or of another
-        number of workers; or a shard becomes shorter than ``dense_below``, and has a residual.
+        number of workers; or a shard becomes shorter than ``dense_below``, and has a residual; or
+        shards change, and a residual is not of single elements, as that of :func:`demo`.
 
     Example::
 

@@ -227,6 +227,10 @@ def over_mesh(preset: SparseAllReduce, mesh: Mesh, axis: AxisName, specs: Any = 
       ValueError: ``preset`` is no preset, or its updates differ between workers; the mesh lacks
         the axis, or has others and ``specs`` is missing. From ``init``: a parameter has no spec,
         or is placed otherwise. From ``update``: gradients have no leading axis of P.
+
+    Warns:
+      UserWarning: from ``init``: more than an eighth of the elements are in leaves that no axis
+        cuts, and go densely.
     """
     if not isinstance(preset, SparseAllReduce):
         raise ValueError(

@@ -30,9 +30,9 @@ def residual(opt_state: Any) -> jax.Array:
       in the order of its tiles). ``n`` is 0 without error feedback. Over two levels it is the
       length of a shard. If the chain has several jsparse transformations, their residuals lie side
       by side. Of a sharded model there is a row for each device, workers first: the residual of
-      its shards, and its part of that of leaves that can't be cut, which is 0 after a step. Over
-      several processes the result is a global array: its ``addressable_shards`` are the rows of
-      this process's workers.
+      its shards, and its part of that of leaves that can't be cut, which is 0 after a step; with
+      Dion, all of their momentum. Over several processes the result is a global array: its
+      ``addressable_shards`` are the rows of this process's workers.
 
     Raises:
       ValueError: the state holds no state of a jsparse transformation, or was donated.

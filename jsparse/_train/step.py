@@ -216,8 +216,8 @@ def train_step(
         forward and the backward pass are sharded by XLA. Each device synchronises its own shards,
         and only along ``axis``. Parameters, the optimizer's state and the residual stay in shards.
         A leaf that lacks an axis of the mesh is cut by it for the synchronisation. Where it has no
-        axis of a length that can be cut so, it is averaged densely. The model state is whole on
-        every device. See :doc:`sharded`.
+        axis of a length that can be cut so, it is averaged densely, and much of this warns. The
+        model state is whole on every device. See :doc:`sharded`.
       batch_spec: with ``param_specs``, how every leaf of a batch is placed. Its first axis is cut
         along ``axis``, and may be cut further: ``PartitionSpec(("replica", "fsdp"))``. The default
         is ``PartitionSpec(axis)``, and arrays that are placed already stay as they are.

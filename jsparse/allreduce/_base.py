@@ -32,6 +32,7 @@ class AllReduce:
 
     Attributes:
       sparse: whether it sums sparse vectors. If so, it needs a selector.
+      compresses: whether it sends less than a dense sum would.
       unbiased: whether it rounds at random, so that its result is right in expectation.
       staleness: by how many steps its sums are late.
       hands_over: whether a worker may keep sums of others' elements: in place of the senders it
@@ -41,6 +42,7 @@ class AllReduce:
     """
 
     sparse: ClassVar[bool] = True
+    compresses: ClassVar[bool] = True
     unbiased = False
     staleness = 0
     hands_over = False

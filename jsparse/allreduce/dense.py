@@ -21,6 +21,7 @@ class Dense(AllReduce):
     """
 
     sparse: ClassVar[bool] = False
+    compresses: ClassVar[bool] = False
 
     def __call__(
         self, comm: Comm, x: jax.Array, state: tuple[()], *, step: jax.Array, wire: Messages

@@ -50,6 +50,7 @@ class ParameterServer(AllReduce):
     """
 
     sparse: ClassVar[bool] = False
+    compresses: ClassVar[bool] = False
 
     staleness: int = 0
 
