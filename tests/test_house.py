@@ -230,7 +230,7 @@ LONG = (
     "page", [pytest.param(page, marks=[pytest.mark.full] * (page in LONG)) for page in PAGES if blocks(page)]
 )
 def test_code_in_the_docs_runs(page: str):
-    namespace = {"jsparse": jsparse}
+    namespace: dict[str, object] = {}
     for block in blocks(page):
         exec(compile(block.replace('jax.config.update("jax_num_cpu_devices", 8)', ""), page, "exec"), namespace)
 

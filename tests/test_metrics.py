@@ -232,6 +232,16 @@ def test_a_state_of_pmap_is_read_as_that_of_vmap(scope: str):
     assert {leaf.shape for leaf in jsparse.stats(states[0])} == {(4,), (4, 1 if scope == "global" else 4)}
 
 
+def test_updates_of_all_workers_side_by_side_are_those_of_one():
+    tx = optax.chain(jsparse.topk_allgather(AXIS, density=0.05), optax.snapshot("mean", lambda updates: updates))
+    state = jax.vmap(lambda _: tx.init(transports.zeros()), axis_name=AXIS)(np.arange(4))
+    (gradient,) = scenarios.take("ordinary", 4, 1)
+    updates, state = jax.vmap(tx.update, axis_name=AXIS)(transports.tree(gradient), state)
+    kept = jsparse.metrics(state, optax.tree.get(state, "mean"))
+    one = jsparse.metrics(state, jax.tree.map(lambda leaf: leaf[0], updates))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), kept, one)
+
+
 def test_a_workers_own_figures_inside_shard_map():
     mesh = transports.mesh(4)
     _, state = trained(SPARSE)

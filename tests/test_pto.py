@@ -443,6 +443,8 @@ ELEMENTWISE = {
 }
 MIXING = {
     "adafactor": optax.adafactor(0.1),
+    # In their parts of leaves nothing is factored.
+    "factored": optax.scale_by_factored_rms(min_dim_size_to_factor=2),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "lamb": optax.lamb(0.1),

@@ -93,6 +93,13 @@ def test_sums_are_kept(old: int, new: int):
     np.testing.assert_array_equal(redistribute(same, new, old, new), np.full((new, 3), np.float32(0.1)))
 
 
+def test_parameters_whose_paths_are_alike_are_refused():
+    tx, mesh = optax.chain(jsparse.dense(AXIS), jsparse.sharded(optax.adam(0.1), AXIS)), transports.mesh(2)
+    params = {"a/b": np.ones(4, np.float32), "a": {"b": np.ones(4, np.float32)}}
+    with pytest.raises(ValueError, match=r"both called '.*a/b': rename"):
+        jsparse.reshard(tx, jsparse.init(tx, params, mesh, AXIS), params, mesh, AXIS)
+
+
 def test_what_is_not_finite_stays_where_it_is():
     rows = np.array([[np.nan, np.inf, 1.0], [1.0, 1.0, 1.0]], np.float32)
     dealt = redistribute(rows, 3, 2, 3)

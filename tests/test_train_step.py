@@ -199,6 +199,35 @@ def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
     jax.tree.map(np.testing.assert_array_equal, state.params, params())
 
 
+@pytest.mark.parametrize("kept", ["mean", "per_worker"])
+def test_a_non_finite_step_leaves_all_states_as_they_were(kept: str):
+    """Those of what stands before the all-reduce, and the model state; later steps go on."""
+
+    def centred(params, batch, *, model_state):
+        x, y = batch
+        middle = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
+        return loss_fn(params, (x - middle[None], y)), {"mean": middle, "most": model_state["most"]}
+
+    memory = jsparse.per_worker(optax.trace(0.9))
+    tx = optax.chain(memory, chain(after=optax.apply_if_finite(optax.sgd(0.01), 5)))
+    step = jsparse.train_step(centred, tx, transports.mesh(SIZE), AXIS, model_state=kept)
+    state = step.init(params(), {"mean": np.zeros(5, np.float32), "most": np.full(1, np.inf, np.float32)})
+    x, y = data()
+    bad = x.copy()
+    bad[3, 2] = np.nan
+    for number, given in enumerate([x, bad, x, x]):
+        before = jax.device_get((state.params, state.model_state, state.opt_state[0]))
+        state, _ = step(state, (given, y))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.opt_state[0])))
+        assert np.isfinite(state.model_state["mean"]).all()
+        changed = [not np.array_equal(a, b) for a, b in zip(before[0].values(), state.params.values(), strict=True)]
+        assert changed == 2 * [number != 1]
+        if number == 1:
+            own = slice(5) if kept == "mean" else 0  # The others' own statistics are of good batches.
+            np.testing.assert_array_equal(before[1]["mean"][own], np.asarray(state.model_state["mean"])[own])
+    assert int(jsparse.stats(state).skipped.max()) == 1
+
+
 @pytest.mark.full
 def test_a_mesh_of_explicit_axes():
     """What ``jax.make_mesh`` makes, with batches that are not sharded."""

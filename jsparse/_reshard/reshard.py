@@ -1,5 +1,6 @@
 """Moves a training state to another number of workers."""
 
+import collections
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._engine.shards import Placement, axes_in, placed
 from .._engine.state import ANEW, SparseAllReduceState, check_not_donated, states_in
-from .._train.per_worker import per_worker
+from .._train.per_worker import laid_out
 from .._train.placement import AxisName, check_axis, state_specs
 from .._train.state import TrainState
 from .form import Form, Site
@@ -113,7 +114,14 @@ def reshard(
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
     site = Site(mesh.shape, names, None if param_specs is None else Placement.of(mesh, axis, param_specs))
     source = site if before is None else Site.of(before, names)
-    given = {path: leaf for path, leaf in _paths(opt_state) if jnp.size(leaf)}
+    named = [(path, leaf) for path, leaf in _paths(opt_state) if jnp.size(leaf)]
+    given = dict(named)
+    if len(given) < len(named):
+        twice = collections.Counter(path for path, _ in named).most_common(1)[0][0]
+        raise ValueError(
+            f"two arrays of the state are both called {twice!r}: rename the parameters, so that no name contains a "
+            "slash and is the path of another"
+        )
     tx, had_once = _matching(tx, given, params, source)
     sizes = {name: mesh.shape[name] for name in names}
     had, halved = source.form(tx, params, sizes), {name: source.form(tx, params, {name: 2}).state for name in names}
@@ -211,7 +219,7 @@ def _matching(
     The chain is ``tx`` by itself, or ``tx`` in ``per_worker``.
     """
     differences = []
-    for chain in (tx, per_worker(tx)):
+    for chain in (tx, laid_out(tx)):
         once = source.form(chain, params, {})
         _check_shards(given, once.state, source)
         wanted = dict(_paths(once.state))

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from .._comm.comm import Comm, CommLike, as_comm, axes_of
-from .._train.per_worker import PerWorkerState, ShardedState, per_worker
+from .._train.per_worker import PerWorkerState, ShardedState, laid_out
 from .elementwise import mixing_primitive
 from .parts import all_gather, check_replicated
 
@@ -43,8 +43,8 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
 
     Raises:
       ValueError: from ``update`` (and so from :func:`init`): ``tx`` mixes elements (by a norm, a
-        trust ratio, noise or a collective), the state is for other parameters or another number of
-        workers, or the updates' types say that they differ between workers.
+        trust ratio, factors, noise or a collective), the state is for other parameters or another
+        number of workers, or the updates' types say that they differ between workers.
 
     **Cost**: ``(P-1)`` times the sum over leaves of ``ceil(size / P)`` words, about n, in one
     all-gather, ``log P`` messages.
@@ -59,7 +59,7 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
       Cross-Replica Sharding of Weight Update in Data-Parallel Training, 2020.
     """
     comm, tx = as_comm(comm), optax.with_extra_args_support(tx)
-    by_parts: Any = per_worker(tx)
+    by_parts: Any = laid_out(tx)
 
     def init_fn(params) -> Any:
         return ShardedState(comm.varying(by_parts.init(_part(comm, params)).inner), axes_of(comm))
@@ -69,7 +69,8 @@ def sharded(tx: optax.GradientTransformation, comm: CommLike) -> optax.GradientT
         check_replicated(comm, params, "parameter")
         own, own_params = _part(comm, updates), _part(comm, params)
         _check_state(by_parts.init, own if params is None else own_params, state)
-        _check_elementwise(tx, own, own_params, extra_args)
+        for of in ((own, own_params), (updates, params)):  # Some optimizers go by the shapes.
+            _check_elementwise(tx, *of, extra_args)
         own, after = by_parts.update(own, PerWorkerState(state.inner), own_params, **extra_args)
 
         def join(parts, update):
@@ -96,10 +97,10 @@ def _part(comm: Comm, tree: Any) -> Any:
     return jax.tree.map(stretch, tree)
 
 
-def _check_elementwise(tx: optax.GradientTransformationExtraArgs, own: Any, own_params: Any, extra_args: Any) -> None:
+def _check_elementwise(tx: optax.GradientTransformationExtraArgs, updates: Any, params: Any, extra_args: Any) -> None:
     """Raises a ValueError if the transformation mixes the elements of its arguments."""
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (own, own_params))
-    state = jax.eval_shape(tx.init, shapes[0] if own_params is None else shapes[1])
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (updates, params))
+    state = jax.eval_shape(tx.init, shapes[0] if params is None else shapes[1])
     mixing = mixing_primitive(lambda *args: tx.update(*args, **extra_args), shapes[0], state, shapes[1])
     if mixing:
         raise ValueError(

@@ -1,7 +1,6 @@
 """The state of rounds of local steps, and the three transformations that make it."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,6 +12,7 @@ from kernels_pallas import varying_axes
 
 from .._comm.comm import AxisComm, Comm
 from .._engine.state import SparseAllReduceState, states_in
+from .finite import chosen, finite
 from .fragments import Fragments
 from .per_worker import PerWorkerState, as_parts
 
@@ -173,14 +173,3 @@ class Rounds:
         good = finite((average, updates))
         updates = jax.tree.map(lambda x: jnp.where(good, x, jnp.zeros_like(x)), updates)
         return updates, chosen(good, after, outer)
-
-
-def finite(tree: Any) -> jax.Array:
-    """Whether all floats are finite. Leaf by leaf, as to flatten one in shards would gather it."""
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in floats], jnp.array(True))
-
-
-def chosen(which: jax.Array, one: Any, other: Any) -> Any:
-    """One tree, or the other."""
-    return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)

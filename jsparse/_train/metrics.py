@@ -26,8 +26,9 @@ def metrics(opt_state: Any, updates: Any = None) -> dict[str, jax.Array]:
     Args:
       opt_state: a chain's state, or a :class:`TrainState`, as for :func:`stats`.
       updates: what the jsparse transformation returned in that step, before the optimizer changed
-        it: a pytree of arrays, alike on all workers, or what :func:`sync` returned. It adds the
-        last three keys. ``optax.snapshot`` behind the transformation keeps it in a chain's state.
+        it: a pytree of arrays, those of one worker or of all workers side by side, or what
+        :func:`sync` returned. It adds the last three keys. ``optax.snapshot`` behind the
+        transformation keeps it in a chain's state.
 
     Returns:
       Scalars by name. ``jsparse/step`` and what was skipped are int32, the others float32.
@@ -141,10 +142,13 @@ def _summarised(
         found["skipped_local_steps"] = jnp.max(skipped)
     if updates is not None:
         leaves = [jnp.asarray(to_dense(leaf), jnp.float32) for leaf in flatten(updates)[0]]
-        norm = jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.float32(0)))
+        # Under pmap and vmap a state has the updates of all workers side by side.
+        elements = jnp.maximum(of_worker(told.elements), 1)
+        copies = jnp.maximum(jnp.round(sum(leaf.size for leaf in leaves) / elements), 1)
+        norm = jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in leaves), jnp.float32(0)) / copies)
         found["update_norm"] = norm
         found["residual_over_update"] = _quotient(found["residual_norm"], norm)
-        moved = sum((jnp.sum(jnp.abs(leaf)) for leaf in leaves), jnp.float32(0))
+        moved = sum((jnp.sum(jnp.abs(leaf)) for leaf in leaves), jnp.float32(0)) / copies
         found["age"] = _quotient(of_worker(magnitudes), moved)
     return {f"jsparse/{name}": figure for name, figure in found.items()}
 

@@ -7,6 +7,9 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from .._engine.state import states_in
+from .finite import chosen, finite
+
 
 class PerWorkerState(NamedTuple):
     """State of :func:`per_worker`: the inner state, in which each leaf has a part for each worker.
@@ -64,6 +67,9 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
     from that of other workers. A wrapped transformation has a state that is placed and saved per
     worker. :func:`jsparse.state_specs` refuses a chain that needs this and lacks it.
 
+    If its updates are not finite on a worker, that worker's state stays as it was, so that no NaN
+    stays in it. They pass on, and the all-reduce makes the update NaN on all workers.
+
     If workers have parameters of their own, everything differs: wrap the whole chain
     (``train_step(..., params="per_worker")`` does it for you).
 
@@ -86,6 +92,18 @@ def per_worker(tx: optax.GradientTransformation) -> optax.GradientTransformation
           optax.scale(-0.1),
       )
     """
+    tx, by_parts = optax.with_extra_args_support(tx), laid_out(tx)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        updates, after = by_parts.update(updates, state, params, **extra_args)
+        # An all-reduce inside undoes such a step by itself, on all workers, and counts it.
+        return updates, after if states_in(state) else chosen(finite(updates), after, state)
+
+    return optax.GradientTransformationExtraArgs(by_parts.init, update_fn)
+
+
+def laid_out(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same transformation with its state laid out per worker, and otherwise unchanged."""
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params):

@@ -18,10 +18,11 @@ from .._engine.shards import place_as_params
 from .._engine.transform import SparseAllReduce
 from .._presets.dense import dense
 from .._vector.arguments import check_kind
+from .finite import chosen, finite
 from .fragments import FragmentOf, Fragments
 from .gradients import Gradients, Loss
-from .local_state import Counts, LocalState, Outgoing, Rounds, chosen, finite
-from .per_worker import PerWorkerState, as_parts, from_parts, per_worker
+from .local_state import Counts, LocalState, Outgoing, Rounds
+from .per_worker import PerWorkerState, as_parts, from_parts, laid_out
 from .placement import AxisName
 from .state import TrainState, mean
 from .step import Body, Step, placed_workers
@@ -170,9 +171,9 @@ def local_steps(
             + ' a worker\'s share of a mean over all workers: take mean="workers"'
         )
     tx = Rounds(
-        inner=per_worker(inner),
+        inner=laid_out(inner),
         sync=optax.with_extra_args_support(dense(workers.comm) if sync is None else sync),
-        outer=per_worker(outer) if eager else optax.with_extra_args_support(outer),
+        outer=laid_out(outer) if eager else optax.with_extra_args_support(outer),
         fragments=parts,
         differ=fragments != 1 or overlap > 0 or merge > 0,
         eager=eager,

@@ -12,9 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._comm.comm import Comm
 from .._engine.agreement import check_arrays
+from .finite import chosen, spoilt
 from .gradients import Gradients, Loss
 from .on_shards import OnShardedMesh
-from .per_worker import per_worker
+from .per_worker import laid_out
 from .placement import AxisName, check_axis
 from .state import TrainState, mean
 from .workers import Workers, with_axis, without_axis, workers_of
@@ -245,7 +246,7 @@ def train_step(
         raise ValueError(f'params is {params!r}; choose "replicated" or "per_worker"')
     workers = placed_workers(mesh, axis, check_vma, param_specs, batch_spec)
     differ = params == "per_worker"
-    tx = per_worker(tx) if differ else optax.with_extra_args_support(tx)
+    tx = laid_out(tx) if differ else optax.with_extra_args_support(tx)
     loss = Loss(loss_fn, has_aux, model_state is not None, with_key, with_extra)
     return TrainStep(Body(workers, Gradients(loss, workers.comm, micro_batches), tx, differ, model_state))
 
@@ -322,8 +323,9 @@ class Body:
     def local_step(self, state: TrainState, batch: Any, whole: Any) -> tuple[TrainState, Any]:
         """One step on one worker: its gradient, the synchronisation in the chain, the update."""
         params, kept = self.change_own(without_axis, state.params, state.model_state)
-        kept, report, grads = self.gradients(params, kept, batch, *whole)
-        report, kept = self.share(report, kept)
+        after, report, grads = self.gradients(params, kept, batch, *whole)
+        report, after = self.share(report, after)
+        kept = chosen(spoilt(kept, after), kept, after)
         updates, opt_state = self.tx.update(grads, state.opt_state, params, value=report[0])
         stack = functools.partial(with_axis, self.workers.comm)
         params, kept = self.change_own(stack, optax.apply_updates(params, updates), kept)

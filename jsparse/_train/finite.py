@@ -1,0 +1,24 @@
+"""Whether trees are finite, and a choice between two."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def finite(tree: Any) -> jax.Array:
+    """Whether all floats are finite. Leaf by leaf, as to flatten one in shards would gather it."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in floats], jnp.array(True))
+
+
+def spoilt(before: Any, after: Any) -> jax.Array:
+    """Whether an array that was finite is not any more. Some are infinite from the beginning."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return functools.reduce(jnp.logical_or, [finite(a) & ~finite(b) for a, b in pairs], jnp.array(False))
+
+
+def chosen(which: jax.Array, one: Any, other: Any) -> Any:
+    """One tree, or the other."""
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
