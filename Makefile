@@ -1,5 +1,5 @@
 # make demo: train and compare.
-# make test: the quick tests, every invariant of every algorithm at one size, in 5 to 8 minutes on two cores.
+# make test: the quick tests, every invariant of every algorithm at one size, in 5 to 12 minutes on two cores.
 # make test-rest: the other tests: more settings, numbers of workers, inputs and long runs. make test-all: both.
 # ARGS="--slow" with test-rest or test-all adds those that take minutes each.
 # Each target installs what it needs into $(VENV).
