@@ -112,10 +112,10 @@ MODELS = {
     "lstm-small": of_text(lambda words, rngs: models.LanguageModel(words, 200, 1, rngs)),
     "transformer-small": of_text(lambda words, rngs: models.Transformer(words, 16, 2, 64, 2, rngs)),
     "bert-base": of_pairs(),
-    "bert-small": of_pairs(width=16, heads=2, inner=64, layers=2, longest=2 * SEGMENT + 3),
+    "bert-small": of_pairs(width=64, heads=4, inner=256, layers=2, longest=2 * SEGMENT + 3),
     "lstm-atis": Trainable(intent, ("atis",)),
     "lstm-an4": of_speech("spectrogram"),
-    "lstm-an4-small": of_speech("mfcc", bins=13, channels=8, width=64, layers=2),
+    "lstm-an4-small": of_speech("mfcc", bins=1, inputs=13, channels=32, spans=(1, 1), width=64, layers=2),
 }
 DATA = tuple(dict.fromkeys(name for model in MODELS.values() for name in model.data))
 

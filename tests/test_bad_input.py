@@ -252,6 +252,25 @@ def test_an_axis_that_is_not_bound(tx):
         jax.jit(tx.update)(transports.zeros(), state)
 
 
+@pytest.mark.parametrize("make", [jsparse.lars, jsparse.lamb], ids=["lars", "lamb"])
+def test_an_axis_of_shared_norms_that_is_not_bound(make):
+    tx, params = make(AXIS, 0.1), transports.zeros()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="the axis 'workers' is not bound here"):
+        tx.update(params, state, params)
+
+
+def test_an_axis_of_a_local_gradient_that_is_not_bound():
+    with pytest.raises(ValueError, match="the axis 'workers' is not bound here"):
+        jsparse.local_value_and_grad(lambda params: jnp.sum(params**2), AXIS)(jnp.ones(4))
+
+
+def test_a_parameter_that_is_a_number_of_pythons():
+    tx = jsparse.oktopk(AXIS, density=0.5)
+    with pytest.raises(ValueError, match=r"leaf \['scale'\] is 1.0, .*jnp.asarray"):
+        over_workers(lambda _: tx.init({"scale": 1.0}))
+
+
 def test_a_mesh_without_the_axis():
     mesh = transports.mesh(2)
     with pytest.raises(ValueError, match=r"the mesh has axes \('workers',\), and not 'data'"):

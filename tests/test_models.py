@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from examples.models import FNN, LSTM, VGG, Bert, DeepSpeech, Intent, LanguageModel, ResNet, Transformer, shapes
+from examples.models.speech import look_ahead
 from examples.models.speech import edit_distance
 from examples.models.transformer import positions
 from jsparse.bench.nets import VGG16
@@ -111,6 +112,14 @@ def test_bert_predicts_only_masked_words():
     assert model.accuracy(x, segments, found, follows) == 1
     found[2, 7] = (found[2, 7] + 1) % 50
     np.testing.assert_allclose(model.accuracy(x, segments, found, follows), 5 / 6)
+
+
+def test_looking_ahead_is_a_convolution_in_groups():
+    y, weights = RNG.standard_normal((2, 9, 5), np.float32), RNG.standard_normal((4, 5), np.float32)
+    expected = jax.lax.conv_general_dilated(
+        y, weights[:, None], (1,), ((0, 3),), dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=5
+    )
+    np.testing.assert_allclose(look_ahead(y, weights), expected, rtol=1e-5, atol=1e-5)
 
 
 def without_gradient(path: str) -> bool:

@@ -67,6 +67,18 @@ def test_it_is_jitted_once_and_donates():
     assert step.lower(state, data()).compile().memory_analysis().alias_size_in_bytes > 0
 
 
+@pytest.mark.parametrize("kept", ["replicated", "per_worker"])
+def test_a_donated_state_is_refused(kept: str):
+    step = jsparse.train_step(loss_fn, chain(), transports.mesh(SIZE), AXIS, params=kept)
+    before = step.init(params())
+    step(before, data())
+    with pytest.raises(ValueError, match="the state was donated to a step"):
+        step(before, data())
+    if kept == "per_worker":
+        with pytest.raises(ValueError, match="the state was donated to a step"):
+            step.sync_params(before)
+
+
 @pytest.mark.full
 def test_micro_batches_synchronise_once():
     def messages(**kwargs):

@@ -13,6 +13,19 @@ def clipped(x: jax.Array) -> jax.Array:
     return jnp.clip(x, 0, 20)
 
 
+def look_ahead(y: jax.Array, weights: jax.Array) -> jax.Array:
+    """Sums of each frame and those after it, for each feature by itself.
+
+    On CPUs XLA's convolutions in groups take several times as long.
+
+    Args:
+      y: features, of shape ``(batch, frames, width)``.
+      weights: of shape ``(frames of a sum, width)``.
+    """
+    after = jnp.pad(y, ((0, 0), (0, len(weights) - 1), (0, 0)))
+    return sum(after[:, i : i + y.shape[1]] * weight for i, weight in enumerate(weights))
+
+
 def edit_distance(path: jax.Array, labels: jax.Array, count: jax.Array) -> jax.Array:
     """Insertions, deletions and replacements between what a path of labels says and the truth.
 
@@ -44,8 +57,10 @@ class DeepSpeech(nnx.Module):
     and apostrophe).
 
     Args:
-      bins: features of a frame.
+      bins: of frequency, in a frame.
+      inputs: features of a bin.
       channels: of the convolutions.
+      spans: bins under the kernels of the two convolutions, odd numbers.
       width: of the LSTM layers.
       lookahead: frames after its own that an output sees (section 3.7).
       labels: with the blank, which is label 0.
@@ -55,29 +70,27 @@ class DeepSpeech(nnx.Module):
         self,
         rngs: nnx.Rngs,
         bins: int = 161,
+        inputs: int = 1,
         channels: int = 32,
+        spans: tuple[int, int] = (41, 21),
         width: int = 800,
         layers: int = 5,
         lookahead: int = 20,
         labels: int = 29,
     ):
         # Kernels over frames and bins.
-        self.conv1 = nnx.Conv(1, channels, (11, 41), strides=2, padding=((5, 5), (20, 20)), rngs=rngs)
+        (span1, side1), (span2, side2) = ((span, span // 2) for span in spans)
+        self.bins = bins
+        self.conv1 = nnx.Conv(inputs, channels, (11, span1), strides=2, padding=((5, 5), (side1, side1)), rngs=rngs)
         self.conv1_norm = batch_norm(channels, rngs)
-        self.conv2 = nnx.Conv(channels, channels, (11, 21), strides=(1, 2), padding=((5, 5), (10, 10)), rngs=rngs)
-        self.conv2_norm = batch_norm(channels, rngs)
-        inputs = channels * -(-bins // 4)
-        self.layers = nnx.List([LSTM(inputs if not i else width, width, rngs) for i in range(layers)])
-        self.norms = nnx.List([batch_norm(width, rngs) for _ in range(layers - 1)])
-        self.lookahead = nnx.Conv(
-            width,
-            width,
-            lookahead + 1,
-            padding=((0, lookahead),),
-            feature_group_count=width,
-            use_bias=False,
-            rngs=rngs,
+        self.conv2 = nnx.Conv(
+            channels, channels, (11, span2), strides=(1, 2), padding=((5, 5), (side2, side2)), rngs=rngs
         )
+        self.conv2_norm = batch_norm(channels, rngs)
+        flat = channels * -(-bins // 4)
+        self.layers = nnx.List([LSTM(width if i else flat, width, rngs) for i in range(layers)])
+        self.norms = nnx.List([batch_norm(width, rngs) for _ in range(layers - 1)])
+        self.lookahead = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (lookahead + 1, width)))
         self.last_norm = batch_norm(width, rngs)
         self.last = nnx.Linear(width, labels, use_bias=False, rngs=rngs)
 
@@ -85,7 +98,7 @@ class DeepSpeech(nnx.Module):
         """Computes the labels' logits.
 
         Args:
-          x: features, float32 of shape ``(batch, frames, bins)``.
+          x: features, float32 of shape ``(batch, frames, bins * inputs)``.
           lengths: frames of each utterance, int32 of shape ``(batch,)``; what follows is padding.
 
         Returns:
@@ -95,14 +108,15 @@ class DeepSpeech(nnx.Module):
         real = (jnp.arange((x.shape[1] + 1) // 2)[None] < (lengths[:, None] + 1) // 2)[..., None]
         pixels = real[..., None]
         x *= (jnp.arange(x.shape[1])[None] < lengths[:, None])[..., None]
-        y = clipped(self.conv1_norm(self.conv1(x[..., None]), mask=pixels)) * pixels
+        y = x.reshape(*x.shape[:2], self.bins, -1)
+        y = clipped(self.conv1_norm(self.conv1(y), mask=pixels)) * pixels
         y = clipped(self.conv2_norm(self.conv2(y), mask=pixels)) * pixels
         y = y.reshape(*y.shape[:2], -1)
         for i, layer in enumerate(self.layers):
             if i:
                 y = self.norms[i - 1](y, mask=real)
             y = layer(y) * real
-        y = clipped(self.lookahead(y))
+        y = clipped(look_ahead(y, self.lookahead[...]))
         return self.last(self.last_norm(y, mask=real)), real[..., 0]
 
     def accuracy(self, x: jax.Array, lengths: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -126,21 +126,14 @@ class AxisComm:
 
     @property
     def size(self) -> int:
-        try:
-            return lax.axis_size(self.axis)
-        except NameError as error:
-            raise ValueError(
-                f"the axis {self.axis!r} is not bound here: call inside jax.shard_map, jax.pmap or jax.vmap over an "
-                "axis of that name. To initialise a state outside, use jsparse.init(tx, params, mesh, axis); for a "
-                "whole step, jsparse.train_step"
-            ) from error
+        return self._asked(lax.axis_size)
 
     @property
     def typed(self) -> bool:
         return bool(self._axes)
 
     def rank(self) -> jax.Array:
-        return lax.axis_index(self.axis)
+        return self._asked(lax.axis_index)
 
     @jax.named_scope(SCOPE)
     def psum(self, x: jax.Array) -> jax.Array:
@@ -221,6 +214,17 @@ class AxisComm:
     def may_differ(self, x: jax.Array) -> bool:
         return self._axes <= varying_axes(x)
 
+    def _asked(self, about: Callable[[Any], T]) -> T:
+        """What JAX says about the axis. It is refused where it is not bound."""
+        try:
+            return about(self.axis)
+        except NameError as error:
+            raise ValueError(
+                f"the axis {self.axis!r} is not bound here: call inside jax.shard_map, jax.pmap or jax.vmap over an "
+                "axis of that name. To initialise a state outside, use jsparse.init(tx, params, mesh, axis); for a "
+                "whole step, jsparse.train_step"
+            ) from error
+
     @property
     def _in_shard_map(self) -> bool:
         return set(axes_of(self)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -232,7 +236,7 @@ class AxisComm:
     @property
     def _axes(self) -> frozenset[str]:
         """This Comm's axes if their variance is tracked, as ``check_vma=True`` does, else none."""
-        return varying_axes(lax.axis_index(self.axis))
+        return varying_axes(self.rank())
 
     @property
     def _others(self) -> frozenset[str]:

@@ -86,9 +86,14 @@ def check_arrays(tree: Any) -> None:
 
 
 def check_floats(tree: Any) -> None:
-    """Refuses leaves that are no floats."""
+    """Refuses leaves that are no arrays of floats."""
     check_arrays(tree)
     for path, leaf in _named_leaves(tree):
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {leaf!r}, a number of Python's: make it an array, with "
+                "jnp.asarray"
+            )
         if leaf.dtype not in FLOATS:
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} has type {leaf.dtype}; gradients are float16, bfloat16, "

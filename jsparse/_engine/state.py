@@ -143,8 +143,8 @@ class SparseAllReduceState(NamedTuple):
         )
 
 
-def check_not_donated(tree: Any) -> None:
-    """Refuses a state of which an array was donated.
+def check_not_donated(tree: Any, name: str = "the optimizer state") -> None:
+    """Refuses a state, called ``name``, of which an array was donated.
 
     To compute with a deleted array ends the process in some versions of jaxlib.
     """
@@ -153,8 +153,7 @@ def check_not_donated(tree: Any) -> None:
         for leaf in jax.tree.leaves(tree)
     ):
         raise ValueError(
-            "the optimizer state was donated to a step, which overwrote its arrays: read the state that this step "
-            "returned"
+            f"{name} was donated to a step, which overwrote its arrays: take the one that this step returned"
         )
 
 

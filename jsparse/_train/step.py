@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._comm.comm import Comm
 from .._engine.agreement import check_arrays
+from .._engine.state import check_not_donated
 from .finite import chosen, spoilt
 from .gradients import Gradients, Loss
 from .on_shards import OnShardedMesh
@@ -71,8 +72,10 @@ class Step:
           The new state, and the mean loss or ``(loss, aux)``.
 
         Raises:
-          ValueError: the batch can't be divided, or a key or ``extra`` is missing or not expected.
+          ValueError: the batch can't be divided, a key or ``extra`` is missing or not expected, or
+            the state was donated to a step before.
         """
+        check_not_donated(state, "the state")
         args, kwargs = self._checked(state, batch, key, extra)
         return self._run(*args, **kwargs)
 
@@ -152,7 +155,7 @@ class TrainStep(Step):
           The state with equal parameters on all workers, still with a leading axis of P.
 
         Raises:
-          ValueError: parameters are replicated.
+          ValueError: parameters are replicated, or the state was donated to a step before.
 
         **Cost**: that of :func:`jsparse.sync_params`.
         """
@@ -160,6 +163,7 @@ class TrainStep(Step):
             raise ValueError(
                 'parameters are alike on all workers: sync_params is for train_step(..., params="per_worker")'
             )
+        check_not_donated(state.params, "the state")
         return state._replace(params=self._average(state.params))
 
 
