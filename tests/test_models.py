@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 
 from examples.models import FNN, LSTM, VGG, Bert, DeepSpeech, Intent, LanguageModel, ResNet, Transformer, shapes
-from examples.models.speech import look_ahead
-from examples.models.speech import edit_distance
+from examples.models.speech import edit_distance, look_ahead
 from examples.models.transformer import positions
 from jsparse.bench.nets import VGG16
 from tiers import quick

@@ -23,7 +23,7 @@ def look_ahead(y: jax.Array, weights: jax.Array) -> jax.Array:
       weights: of shape ``(frames of a sum, width)``.
     """
     after = jnp.pad(y, ((0, 0), (0, len(weights) - 1), (0, 0)))
-    return sum(after[:, i : i + y.shape[1]] * weight for i, weight in enumerate(weights))
+    return sum(after[:, i : i + y.shape[1]] * weights[None, None, i] for i in range(len(weights)))
 
 
 def edit_distance(path: jax.Array, labels: jax.Array, count: jax.Array) -> jax.Array:
