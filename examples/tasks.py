@@ -93,7 +93,7 @@ def intent(name: str, directory: pathlib.Path | None, rngs: nnx.Rngs) -> Task:
     return Task(model, atis.train, atis.test)
 
 
-def of_speech(features: Literal["mfcc", "spectrogram"], **sizes: int) -> Trainable:
+def of_speech(features: Literal["mfcc", "spectrogram"], **sizes: Any) -> Trainable:
     def task(name: str, directory: pathlib.Path | None, rngs: nnx.Rngs) -> Task:
         return Task(models.DeepSpeech(rngs, **sizes), *data.read_an4(named(name, directory), features))
 

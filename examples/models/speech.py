@@ -23,7 +23,7 @@ def look_ahead(y: jax.Array, weights: jax.Array) -> jax.Array:
       weights: of shape ``(frames of a sum, width)``.
     """
     after = jnp.pad(y, ((0, 0), (0, len(weights) - 1), (0, 0)))
-    return sum(after[:, i : i + y.shape[1]] * weights[None, None, i] for i in range(len(weights)))
+    return sum((after[:, i : i + y.shape[1]] * weights[None, None, i] for i in range(len(weights))), jnp.zeros_like(y))
 
 
 def edit_distance(path: jax.Array, labels: jax.Array, count: jax.Array) -> jax.Array:
