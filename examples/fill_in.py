@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         help="k / n (default 0.01 0.02); Ok-Topk runs at the first",
     )
     parser.add_argument("--steps", type=whole(1), default=30, help="training steps (default 30)")
-    parser.add_argument("--tau-region", type=int, default=1, help="steps between repartitions (default 1)")
+    parser.add_argument("--tau-region", type=whole(1), default=1, help="steps between repartitions (default 1)")
     parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
     parser.add_argument("--seed", type=whole(0), default=0, help="of the parameters and batches (default 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")

@@ -321,7 +321,7 @@ def main(argv: list[str] | None = None) -> None:
         default="epoch",
         help="the step size is multiplied by --decay after each epoch, or divided by 1 + step-size * l2 * step",
     )
-    parser.add_argument("--decay", type=float, default=0.9, help="default 0.9")
+    parser.add_argument("--decay", type=real(0), default=0.9, help="default 0.9")
     parser.add_argument(
         "--capacity",
         type=whole(1),

@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=whole(1), default=500, help="training steps (default 500)")
     parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
     parser.add_argument("--learning-rate", type=real(above=0), default=0.05, metavar="RATE", help="default 0.05")
-    parser.add_argument("--momentum", type=float, default=0.9, metavar="M", help="default 0.9")
+    parser.add_argument("--momentum", type=real(0), default=0.9, metavar="M", help="default 0.9")
     parser.add_argument("--seeds", type=whole(1), default=3, help="of parameters and batches: how many (default 3)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this JSON file")
     args = parser.parse_args(argv)
