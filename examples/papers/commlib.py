@@ -94,7 +94,7 @@ FIGURES = {
         epochs=10,
         optimizer="adam",
         rates=(1e-3, 3e-3, 1e-2),
-        small={"epochs": 1, "examples": 12_000, "rates": (3e-3, 1e-2)},
+        small={"data": "ptb", "epochs": 1, "rates": (3e-3, 1e-2)},
     ),
     "Tables 4 and 5": Convergence(
         "In the first 13 of 28 epochs images have 96 pixels and sums are sparse, later they have 128 to 288 and sums "
