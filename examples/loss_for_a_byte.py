@@ -441,7 +441,9 @@ def main(argv: list[str] | None = None) -> None:
         "--budget", nargs="+", type=options.whole(1), default=[256, 32, 1500], help="default 256 32 1500"
     )
     parser.add_argument("--steps", type=options.whole(20), default=1200, help="of each run (default 1200)")
-    parser.add_argument("--minutes", type=options.real(0, infinite=True), default=math.inf, help="begin no run after so many")
+    parser.add_argument(
+        "--minutes", type=options.real(0, infinite=True), default=math.inf, help="begin no run after so many"
+    )
     parser.add_argument("--plot", type=image_file, metavar="FILE", help="draw loss by bytes and by steps")
     args = parser.parse_args(argv)
 
