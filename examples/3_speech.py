@@ -31,7 +31,7 @@ mesh = Mesh(np.array(jax.devices()), ("data",))
 # A batch has frames, their lengths, the letters, and their counts.
 with told(parser):
     train, test = read_an4(args.directory, "mfcc")
-model = DeepSpeech(nnx.Rngs(0), bins=1, inputs=13, spans=(1, 1), width=64, layers=2)
+model = DeepSpeech(nnx.Rngs(0), bins=13, channels=8, width=64, layers=2)
 # BatchNorm keeps running averages beside the parameters: the model's state.
 graph, params, averages = nnx.split(model, nnx.Param, nnx.BatchStat)
 params, averages = nnx.as_pure(params), nnx.as_pure(averages)
