@@ -230,7 +230,7 @@ def test_over_processes(how: str, path: pathlib.Path):
         (["x", "--step-size", "1", "--l2", "1"], "all of them"),
         (["x", "--capacity", "0"], "argument --capacity: it is 0; give a whole number, at least 1"),
         (["x", "--batch", "0"], "argument --batch: it is 0"),
-        (["x", "--decay", "nan"], "--decay is nan"),
+        (["x", "--decay", "nan"], "--decay: it is nan"),
         (["x", "--json", "/nowhere/x"], "can't be written"),
     ],
 )
