@@ -93,6 +93,20 @@ def test_sums_are_kept(old: int, new: int):
     np.testing.assert_array_equal(redistribute(same, new, old, new), np.full((new, 3), np.float32(0.1)))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (4, 2), (4, 3), (8, 4), (8, 6), (3, 8), (6, 1)])
+def test_second_moments_stay_between_those_that_they_cover(old: int, new: int, dtype):
+    """Squares of gradients that some workers have none of. A negative one is NaN to Adam."""
+    rng = np.random.default_rng(0)
+    moments = (rng.standard_normal((old, 5000)) ** 2 * (rng.random((old, 5000)) < 0.5)).astype(dtype)
+    for worker, row in enumerate(redistribute(moments, new, old, new)):
+        covered = moments[worker * old // new : -(-(worker + 1) * old // new)].astype(np.float64)
+        near = float(jnp.finfo(dtype).eps)
+        assert row.dtype == dtype
+        assert (row.astype(np.float64) >= covered.min(0) * (1 - near)).all()
+        assert (row.astype(np.float64) <= covered.max(0) * (1 + near)).all()
+
+
 def test_parameters_whose_paths_are_alike_are_refused():
     tx, mesh = optax.chain(jsparse.dense(AXIS), jsparse.sharded(optax.adam(0.1), AXIS)), transports.mesh(2)
     params = {"a/b": np.ones(4, np.float32), "a": {"b": np.ones(4, np.float32)}}

@@ -50,8 +50,9 @@ def _deal(rows: np.ndarray, result: np.ndarray, before: int, after: int) -> None
         passed = passed + wide[begun:end].sum(0)
         begun = end
         reached = passed * size + wide[end] * rest if rest else passed * size
-        row[:] = np.rint((reached * after / (before * size)) / unit) * unit - given
-        given += row
+        reached = np.rint((reached * after / (before * size)) / unit) * unit
+        row[:] = reached - given
+        given = reached
 
 
 def _last_bit(x: np.ndarray) -> np.ndarray:
