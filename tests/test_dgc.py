@@ -96,6 +96,27 @@ def test_a_worker_clips_its_own_gradient(power: float):
     np.testing.assert_allclose(SIZE * transports.flat(updates, SIZE)[0] / power, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-3])
+@pytest.mark.parametrize(
+    ("dtype", "size", "magnitudes"),
+    [
+        (np.float32, 4, (1e-37, 1e37, 8e37, 8.6e37, 3.4e38)),
+        (np.float32, 323, (1e-37, 3e37, 2e38)),
+        (jnp.bfloat16, 4, (8.6e37, 3e38)),
+        (np.float16, 100_000, (0.01, 60_000)),
+    ],
+)
+def test_huge_gradients_are_clipped_too(dtype, size: int, magnitudes, clip_norm: float):
+    """Their norm may be above the largest float, and the reciprocal of it below the smallest."""
+    tx = jsparse.dgc(AXIS, density=1.0, momentum=0.0, clip_norm=clip_norm)
+    update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS))
+    for magnitude in magnitudes:
+        updates = np.asarray(update(jnp.full((2, size), magnitude, dtype)), np.float64)
+        wanted = min(magnitude, clip_norm / np.sqrt(2 * size))
+        kind = jnp.finfo(dtype)
+        np.testing.assert_allclose(updates, wanted, rtol=4 * float(kind.eps), atol=float(kind.smallest_subnormal))
+
+
 @pytest.mark.parametrize("options", [{"scope": "leaf", "dense_below": 10}, {"clip_norm": 1.0}], ids=str)
 def test_a_bad_step_leaves_the_velocity(options):
     state, update = transports.workers(dgc(**options), SIZE)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense
 from .mean import Quotient
 from .reducer import Reduced
+
+# Tells the largest magnitude of a gradient, and its norm divided by that.
+Norm: TypeAlias = Callable[[Sequence[jax.Array]], tuple[jax.Array, jax.Array]]
 
 
 class Residual(NamedTuple):
@@ -63,15 +66,14 @@ class Memory:
         """The magnitude to which vectors are clipped, so that ``size`` vectors add up finitely."""
         return math.inf
 
-    def prepare(
-        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
-    ) -> Sequence[Leaf]:
+    def prepare(self, leaves: Sequence[Leaf], size: int, norm: Norm) -> Sequence[Leaf]:
         """What is made of a worker's gradients before they become vectors, such as clipping.
 
         Args:
           leaves: all gradients.
           size: the number of workers.
-          norm: the Euclidean norm of arrays of one type, one for each leaf.
+          norm: the Euclidean norm of arrays of one type, one for each leaf, as :meth:`Space.norm`
+            gives it.
         """
         return leaves
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +14,9 @@ from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector, to_dense
 from .mean import Quotient
-from .memory import ErrorFeedback, Memory, largest_addend
+from .memory import ErrorFeedback, Memory, Norm, largest_addend
 from .reducer import Reduced
+from .space import over
 
 
 class Velocity(NamedTuple):
@@ -70,9 +71,7 @@ class WithMomentum(Memory):
     def limit(self, dtype: DTypeLike, size: int) -> float:
         return self.feedback.limit(dtype, size)
 
-    def prepare(
-        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
-    ) -> Sequence[Leaf]:
+    def prepare(self, leaves: Sequence[Leaf], size: int, norm: Norm) -> Sequence[Leaf]:
         return list(map(to_dense, leaves))  # Every element of a velocity changes in every step.
 
     def push(
@@ -121,9 +120,7 @@ class MomentumCorrection(WithMomentum):
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; it is the norm of a gradient, above 0, or None")
 
-    def prepare(
-        self, leaves: Sequence[Leaf], size: int, norm: Callable[[Sequence[jax.Array]], jax.Array]
-    ) -> Sequence[Leaf]:
+    def prepare(self, leaves: Sequence[Leaf], size: int, norm: Norm) -> Sequence[Leaf]:
         arrays = list(map(to_dense, leaves))
         return arrays if self.clip_norm is None else _clip(arrays, self.clip_norm / size**0.5, norm)
 
@@ -151,9 +148,7 @@ class MomentumCorrection(WithMomentum):
         return Velocity(velocity, kept), mean
 
 
-def _clip(
-    leaves: Sequence[jax.Array], limit: float, norm: Callable[[Sequence[jax.Array]], jax.Array]
-) -> list[jax.Array]:
+def _clip(leaves: Sequence[jax.Array], limit: float, norm: Norm) -> list[jax.Array]:
     """A worker's gradient, scaled to a Euclidean norm of at most ``limit``.
 
     It has the type of its flat vector.
@@ -162,7 +157,7 @@ def _clip(
         return []
     dtype = Layout.of(leaves).dtype
     wide = [leaf.astype(dtype) for leaf in leaves]
-    length = norm(wide)
+    unit, length = norm(wide)
     # A gradient that is not finite has no norm, and stays as it is.
-    scale = jnp.where(length > limit, limit / length, 1)
-    return [leaf * scale for leaf in wide]
+    long, scale = length > limit / unit.astype(length.dtype), (limit / length).astype(dtype)
+    return [jnp.where(long, over(leaf, unit) * scale, leaf) for leaf in wide]

@@ -87,25 +87,28 @@ class Space:
         """
         return total
 
-    def norm(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The Euclidean norm of a worker's gradient, whose shards its devices hold.
+    def norm(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The Euclidean norm of a worker's gradient, whose shards its devices hold, as a product.
 
-        Squares of finite gradients may be infinite, and those of small ones zero. So elements are
-        divided by the largest magnitude first.
+        The norm and the squares of finite gradients may be infinite, and those of small ones zero.
 
         Args:
           leaves: what this device holds, all of one type.
+
+        Returns:
+          The largest magnitude, 1 where that is 0; and the norm divided by it, float32 at least.
         """
         peaks = [jnp.max(jnp.abs(leaf)) for leaf in leaves if leaf.size]
         peak = functools.reduce(jnp.maximum, peaks, jnp.zeros((), leaves[0].dtype))
         for comm in self.model:
             peak = comm.pmax(peak)
         unit = jnp.where(peak > 0, peak, 1)
-        squares = [self.once(i, jnp.sum((leaf / unit) ** 2)) for i, leaf in enumerate(leaves)]
+        wide = jnp.promote_types(unit.dtype, jnp.float32)
+        squares = [self.once(i, jnp.sum(over(leaf, unit).astype(wide) ** 2)) for i, leaf in enumerate(leaves)]
         total = functools.reduce(jnp.add, squares)
         for comm in self.model:
             total = comm.psum(total)
-        return unit * jnp.sqrt(total)
+        return unit, jnp.sqrt(total)
 
     def once(self, leaf: int, figure: Any) -> Any:
         """A figure of a leaf, to be added up over a worker's devices.
@@ -115,6 +118,16 @@ class Space:
         if leaf not in self.whole:
             return figure
         return jnp.where(functools.reduce(operator.and_, [comm.rank() == 0 for comm in self.model]), figure, 0)
+
+
+def over(x: jax.Array, unit: jax.Array) -> jax.Array:
+    """``x / unit``, from -1 to 1, for a ``unit`` above 0 that no magnitude exceeds.
+
+    XLA multiplies by the reciprocal, which is 0 for the largest floats: it is less than the
+    smallest normal number. So both are brought nearer to 1 first.
+    """
+    nearer = jnp.where(unit > 1, 0.125, 8).astype(unit.dtype)
+    return (x * nearer) / (unit * nearer)
 
 
 @dataclasses.dataclass(frozen=True)
