@@ -182,6 +182,27 @@ def test_a_step_that_overflows_is_skipped():
         assert not np.array_equal(state.params["w"], before)
 
 
+def test_infinities_from_the_start_stay():
+    """Such as those of an attention mask in the model state. In the parameters there are none."""
+
+    def loss(params, batch, *, model_state):
+        x, y = batch
+        weights = jax.nn.softmax(model_state["mask"])
+        return loss_fn(params, (x * weights[None], y)), {"mask": model_state["mask"], "steps": model_state["steps"] + 1}
+
+    kept = {"mask": np.float32([0, 0, 0, -np.inf]), "steps": np.float32(0)}
+    step = local_steps(loss_fn=loss, model_state="mean")
+    state = step.init(params(), kept)
+    for seed in range(2):
+        state, losses = step(state, batches(seed))
+        assert np.isfinite(losses).all()
+    assert jsparse.metrics(state)["jsparse/skipped_local_steps"] == 0
+    np.testing.assert_array_equal(state.model_state["mask"], kept["mask"])
+    assert state.model_state["steps"] == 2 * EVERY
+    with pytest.raises(ValueError, match=r"parameter \['in'\] is not finite"):
+        step.init(params() | {"in": np.float32([[np.inf]])}, kept)
+
+
 @pytest.mark.full
 def test_optimizers_that_branch():
     """Inside and outside: their types are alike in all branches."""
@@ -286,6 +307,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no steps": ({"every": 0}, "at least one step"),
     "fewer steps than fragments": ({"fragments": 6}, "at least one step for each fragment"),
     "no fragments": ({"fragments": 0}, "at least 1"),
+    "fragments of another form": ({"fragments": lambda tree: {"in": 0, "layers": 0}}, "fragments returns a tree"),
     "an empty fragment": ({"fragments": lambda tree: {"in": 0, "layers": 2, "out": 2}}, "fragment 1 has no"),
     "a fragment of no number": ({"fragments": lambda tree: {"in": 0, "layers": -1, "out": 0}}, "numbers from 0"),
     "fragments of too few layers": (
@@ -312,6 +334,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "eager without a common mean": ({"eager": True, "sync": jsparse.a2sgd(AXIS)}, "different means"),
     "eager contributors": ({"eager": True, "sync": CONTRIBUTORS}, "take mean="),
     "weighted contributors": ({"weights": "steps", "sync": CONTRIBUTORS}, "take mean="),
+    "weighted contributors in a chain": (
+        {"weights": "steps", "sync": optax.chain(optax.identity(), CONTRIBUTORS)},
+        "take mean=",
+    ),
+    "eager contributors in a phase": (
+        {"eager": True, "sync": jsparse.phases(((1, jsparse.dense(AXIS)), CONTRIBUTORS))},
+        "take mean=",
+    ),
 }
 
 
@@ -320,6 +350,24 @@ def test_refused(case: str):
     options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         train(local_steps(**options), 1)
+
+
+COMPOSED: dict[str, Any] = {
+    "chain": lambda sync: optax.chain(optax.identity(), sync),
+    "phases": lambda sync: jsparse.phases(((1, sync), sync)),
+    "partition": lambda sync: optax.partition({"all": sync}, "all"),
+    "masked": lambda sync: optax.masked(sync, True),
+}
+
+
+@pytest.mark.parametrize("name", quick(COMPOSED, "chain"))
+@pytest.mark.parametrize("sync", [CONTRIBUTORS, jsparse.demo(AXIS, k=2, chunk=4)], ids=["sparseloco", "demo"])
+def test_a_composed_mean_is_over_the_workers_that_sent(sync: Any, name: str):
+    """Beside a worker that contributes nothing, too."""
+    data = poisoned(*((1, step, 2) for step in range(EVERY)))
+    (alone, _), (composed, _) = (train(local_steps(sync=own), data=data) for own in (sync, COMPOSED[name](sync)))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, composed.params, alone.params)
 
 
 def integer_loss(params, batch):

@@ -48,6 +48,10 @@ class Phased(Synchroniser):
     def model(self) -> tuple[Comm, ...]:  # type: ignore[override]
         return self.shared.model
 
+    @property
+    def by_senders(self) -> bool:
+        return any(stage.by_senders for stage in self.stages)
+
     def over(self, *comms: Comm) -> "Phased":
         return Phased(tuple(stage.over(*comms) for stage in self.stages), self.starts, self.shared.over(*comms))
 

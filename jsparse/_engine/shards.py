@@ -285,6 +285,10 @@ class OnShards(Synchroniser):
     def levels(self) -> tuple[Comm, ...]:  # type: ignore[override]
         return self.inner.levels
 
+    @property
+    def by_senders(self) -> bool:
+        return self.inner.by_senders
+
     def over(self, *comms: Comm) -> "OnShards":
         return dataclasses.replace(self, inner=self.inner.over(*comms))
 

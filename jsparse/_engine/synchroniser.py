@@ -19,7 +19,7 @@ from .._vector.parts import rescale
 from .._vector.sparse_vector import Leaf, SparseVector, flatten, one_run
 from ..allreduce import Dense
 from .agreement import agree, check, not_finite, pmax_over
-from .mean import Mean, Quotient, over_workers
+from .mean import Mean, Quotient, over_contributors, over_workers
 from .memory import Memory, NoMemory
 from .outcome import Outcome, begin, conclude
 from .reducer import Reducer, Whole, count, count_filled
@@ -39,6 +39,11 @@ class Synchroniser:
     alike = True
     levels: tuple[Comm, ...]
     model: tuple[Comm, ...] = ()
+
+    @property
+    def by_senders(self) -> bool:
+        """Whether some elements are divided by the number of workers that sent them."""
+        return False
 
     def over(self, *comms: Comm) -> "Synchroniser":
         """The same over other networks, as many as ``levels``."""
@@ -189,6 +194,10 @@ class Composition(Synchroniser):
     @property
     def model(self) -> tuple[Comm, ...]:  # type: ignore[override]
         return self.space.model
+
+    @property
+    def by_senders(self) -> bool:
+        return self.mean is over_contributors
 
     @property
     def workers(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 
 def finite(tree: Any) -> jax.Array:
@@ -17,6 +18,16 @@ def spoilt(before: Any, after: Any) -> jax.Array:
     """Whether an array that was finite is not any more. Some are infinite from the beginning."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return functools.reduce(jnp.logical_or, [finite(a) & ~finite(b) for a, b in pairs], jnp.array(False))
+
+
+def check_finite(params: Any) -> None:
+    """Refuses parameters that are not finite. Of those in a trace nothing is known."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not isinstance(leaf, core.Tracer) and not finite(jnp.asarray(leaf)):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} is not finite, so what workers move of it has no mean: keep "
+                "what is infinite, such as a mask, in the model state or in the loss"
+            )
 
 
 def chosen(which: jax.Array, one: Any, other: Any) -> Any:

@@ -67,6 +67,13 @@ class Fragments:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         with jax.ensure_compile_time_eval():
             told = self.fragment_of(shapes)
+        try:
+            jax.tree.structure(tree).flatten_up_to(told)
+        except ValueError as error:
+            raise ValueError(
+                f"fragments returns a tree of another form than the parameters have ({error}): return a number, or one "
+                "for each index of the leading axis, in place of each leaf"
+            ) from None
 
         def checked(path, x, told):
             numbers = np.asarray(told)

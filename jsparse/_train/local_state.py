@@ -1,7 +1,7 @@
 """The state of rounds of local steps, and the three transformations that make it."""
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 from kernels_pallas import varying_axes
 
 from .._comm.comm import AxisComm, Comm
+from .._engine.shards import noted, placed
 from .._engine.state import SparseAllReduceState, states_in
 from .finite import chosen, finite
 from .fragments import Fragments
@@ -76,7 +77,7 @@ class Rounds:
       fragments: the parts of the parameters.
       differ: whether workers keep parameters of their own from round to round.
       eager: whether a mean is used a round late.
-      by_senders: whether the mean of an element is over the workers that sent it.
+      weights: by what outer gradients are weighted.
       comm: the workers' network.
     """
 
@@ -86,7 +87,7 @@ class Rounds:
     fragments: Fragments
     differ: bool
     eager: bool
-    by_senders: bool
+    weights: Literal["workers", "steps"]
     comm: Comm
 
     @property
@@ -109,6 +110,12 @@ class Rounds:
                 "sync does not communicate, so what workers moved would never be averaged: pass a preset such as "
                 "jsparse.oktopk(axis, density=0.01), or a chain that holds one"
             )
+        if (self.eager or self.weights == "steps") and any(map(self.by_senders, parts)):
+            raise ValueError(
+                'mean="contributors" divides each element by the number of workers that sent it, and '
+                + ("eager updates replace" if self.eager else 'weights="steps" changes')
+                + ' a worker\'s share of a mean over all workers: take mean="workers"'
+            )
         none = jnp.zeros(1, jnp.int32)
         counts = Counts(none, jnp.zeros(len(parts), jnp.int32))
         own = PerWorkerState(as_parts(params)) if self.differ else None
@@ -126,6 +133,13 @@ class Rounds:
             tuple(map(self.outer.init, parts)),
             pending,
         )
+
+    def by_senders(self, part: Any) -> bool:
+        """Whether ``sync`` divides by the workers that sent an element, of such a fragment."""
+        with noted() as notes, placed(None):
+            # A new function: JAX would not trace one that it has traced before.
+            jax.eval_shape(lambda part: self.sync.init(part), part)
+        return any(note.synchroniser.by_senders for note in notes)
 
     def update(self, grads: Any, state: LocalState, params: Any = None, **extra: Any) -> tuple[Any, LocalState]:
         """A round of one step, without anything that a step of a loop of one's own would have.

@@ -13,12 +13,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from .._comm.comm import AxisComm, Comm
-from .._engine.mean import over_contributors
 from .._engine.shards import place_as_params
-from .._engine.transform import SparseAllReduce
 from .._presets.dense import dense
 from .._vector.arguments import check_kind
-from .finite import chosen, finite
+from .finite import check_finite, chosen, finite, spoilt
 from .fragments import FragmentOf, Fragments
 from .gradients import Gradients, Loss
 from .local_state import Counts, LocalState, Outgoing, Rounds
@@ -34,7 +32,8 @@ class LocalSteps(Step):
 
     ``step(state, batches)``, with a ``key`` or ``extra`` where ``loss_fn`` takes them, runs one
     round. It returns the new state and the losses, or ``(losses, aux)``, with a leading axis for
-    the steps of the round: means over the workers that took the step. It donates the old state.
+    the steps of the round: means over the workers that took the step, and NaN where none did. It
+    donates the old state.
     """
 
 
@@ -69,10 +68,10 @@ def local_steps(
     these over the workers, and ``outer`` takes a step with the mean as its gradient. Its result is
     set on all workers, so that replicas agree to the bit, and the next round begins with it.
 
-    A step is skipped on that worker alone if its gradient, or what it makes of the parameters or
-    the model state, is not finite. A worker without a finite step contributes nothing to the mean.
-    If there is no such step on any worker, or the mean is not finite, ``sync``, the outer
-    optimizer and what they change stay as they were.
+    A step is skipped on that worker alone if its gradient is not finite, or if it makes parameters
+    or a model state that were finite infinite or NaN. A worker without a finite step contributes
+    nothing to the mean. If there is no such step on any worker, or the mean is not finite,
+    ``sync``, the outer optimizer and what they change stay as they were.
 
     Args:
       loss_fn: a worker's loss, as for :func:`train_step`.
@@ -117,8 +116,9 @@ def local_steps(
       ``merge``, workers go on from parameters of their own, which the latter holds.
 
     Raises:
-      ValueError: a number is out of range; ``inner`` holds an all-reduce, or ``sync`` holds none;
-        a fragment has no parameters; and as for :func:`train_step`.
+      ValueError: a number is out of range, or as for :func:`train_step`. And by ``init``:
+        ``inner`` holds an all-reduce, or ``sync`` holds none; a fragment has no parameters; a
+        parameter is not finite.
 
     References:
       Douillard et al., 2023 (DiLoCo), Algorithm 1; 2025 (Streaming DiLoCo), Algorithm 2; Kale et
@@ -163,13 +163,6 @@ def local_steps(
             "ways: leave steps out, or use a mesh over jax.distributed"
         )
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
-    by_senders = isinstance(sync, SparseAllReduce) and getattr(sync.synchroniser, "mean", None) is over_contributors
-    if by_senders and (eager or weights == "steps"):
-        raise ValueError(
-            'mean="contributors" divides each element by the number of workers that sent it, and '
-            + ("eager updates replace" if eager else 'weights="steps" changes')
-            + ' a worker\'s share of a mean over all workers: take mean="workers"'
-        )
     tx = Rounds(
         inner=laid_out(inner),
         sync=optax.with_extra_args_support(dense(workers.comm) if sync is None else sync),
@@ -177,7 +170,7 @@ def local_steps(
         fragments=parts,
         differ=fragments != 1 or overlap > 0 or merge > 0,
         eager=eager,
-        by_senders=by_senders,
+        weights=weights,
         comm=workers.comm,
     )
     loss = Loss(loss_fn, has_aux, model_state is not None, with_key, with_extra)
@@ -191,7 +184,6 @@ def local_steps(
             tx,
             every,
             None if steps is None else tuple(map(int, steps)),
-            weights,
             overlap,
             merge,
         )
@@ -226,7 +218,6 @@ class _Round(Body):
       rounds: the transformations; ``tx`` is made of them.
       every: the number of inner steps.
       steps: how many of them each worker takes; None for all.
-      weights: by what outer gradients are weighted.
       overlap: how many inner steps are taken while a message is under way.
       merge: how much a worker keeps of its own parameters.
     """
@@ -234,13 +225,17 @@ class _Round(Body):
     rounds: Rounds
     every: int
     steps: tuple[int, ...] | None
-    weights: Literal["workers", "steps"]
     overlap: int
     merge: float
 
     @property
     def batches(self) -> tuple[int, ...]:
         return (self.every,)
+
+    def begin(self, params: Any, kept: Any) -> TrainState:
+        state = super().begin(params, kept)
+        check_finite(params)
+        return state
 
     def local_step(self, state: TrainState, batch: Any, whole: Any) -> tuple[TrainState, Any]:
         """One round on one worker."""
@@ -324,10 +319,10 @@ class _Round(Body):
         moved = jax.tree.map(jnp.subtract, anchor, self.rounds.fragments.take(carry.params, f))
         loss = (jnp.sum(carry.reports[0]) / jnp.maximum(jnp.sum(carry.took), 1)).astype(jnp.float32)
         weight = carry.counts.since[f].astype(jnp.float32)
-        weight = jnp.minimum(weight, 1) if self.weights == "workers" else weight
+        weight = jnp.minimum(weight, 1) if self.rounds.weights == "workers" else weight
         total, losses = comm.psum(jnp.stack([weight, weight * loss]))
         # Without any weight it is NaN, and the synchronisation is undone everywhere.
-        factor = weight * (total if self.rounds.by_senders else comm.size) / total
+        factor = weight * (total if self.rounds.by_senders(anchor) else comm.size) / total
         loss = losses / total
         if self.rounds.eager:  # Others' means arrive all the same.
             factor, loss = jnp.where(total > 0, factor, 0), jnp.where(total > 0, loss, jnp.inf)
@@ -376,7 +371,7 @@ class _Round(Body):
         kept, report, grads = self.gradients(carry.params, carry.kept, _at(batch, number), key, extra)
         updates, inner = self.rounds.inner.update(grads, carry.inner, carry.params, value=report[0])
         params = optax.apply_updates(carry.params, updates)
-        taken = finite((grads, params, kept)) & wanted
+        taken = finite(grads) & ~spoilt((carry.params, carry.kept), (params, kept)) & wanted
         params, inner, kept = chosen(taken, (params, inner, kept), (carry.params, carry.inner, carry.kept))
         one = jnp.asarray(taken, jnp.int32)
         counts = Counts(carry.counts.taken + one, carry.counts.since + one)
