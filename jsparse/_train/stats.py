@@ -72,9 +72,9 @@ class Stats(NamedTuple):
       global_thresholds: shape ``(P, buckets)``: the magnitude that elements had to reach in the
         sum; 0 if the all-reduce has no such threshold.
       residual_norm: Euclidean norm of this worker's residual.
-      words: uint32: 4-byte words that this worker sent. For rounds in which pairs exchange, the
-        busiest path is counted. What the devices of a sharded model's worker send each other does
-        not count.
+      words: uint32: 4-byte words that this worker sent; of each collective a last word that is
+        begun counts as whole. For rounds in which pairs exchange, the busiest path is counted.
+        What the devices of a sharded model's worker send each other does not count.
       dense_words: uint32: the words that it would send if one dense all-reduce summed the
         gradients in their own types.
       messages: uint32: messages that this worker sent, counted likewise.
