@@ -243,6 +243,13 @@ def test_a_model_with_leaves_that_are_no_arrays(door, leaf):
         door(jsparse.oktopk(AXIS, density=0.5), transports.mesh(2), params)
 
 
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_shapes_without_values(door):
+    params = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
+    with pytest.raises(ValueError, match=r"leaf \['w'\] is .*, a shape without values: .*jax\.eval_shape"):
+        door(jsparse.oktopk(AXIS, density=0.5), transports.mesh(2), params)
+
+
 @pytest.mark.parametrize("tx", [jsparse.oktopk(AXIS, density=0.5), jsparse.dense(AXIS)], ids=["oktopk", "dense"])
 def test_an_axis_that_is_not_bound(tx):
     with pytest.raises(ValueError, match=r"the axis 'workers' is not bound here: .*jsparse\.init"):

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
@@ -452,7 +453,14 @@ def test_the_choice():
         (lambda: cost.link(0, 1), "0 Gbit/s"),
         (lambda: cost.link(1, -1), "-1 microseconds"),
         (lambda: cost.link("fast", 1), "gbit is 'fast'; it must be a number"),
-        (lambda: cost.predict("dense", 10, 1, None, 0, 0), "P is None; it must be a number"),
+        (lambda: cost.predict("dense", 10, 1, None, 0, 0), "P is None; it must be a whole number"),
+        (lambda: cost.predict("oktopk", 10, 1, 4.0, 0, 0), "P is 4.0; it must be a whole number"),
+        (lambda: cost.Rounds(5).budget(1.0, 0.0), "utilisation is 0.0"),
+        (lambda: cost.Rounds(5).budget(1.0, 2.0), "utilisation is 2.0"),
+        (lambda: cost.exact(jsparse.dense(AXIS), jnp.zeros(3), 0), "size is 0"),
+        (lambda: cost.exact(jsparse.dense(AXIS), jnp.zeros(3), 2.0), "size is 2.0; it must be a whole number"),
+        (lambda: cost.exact(optax.chain(jsparse.dense(AXIS)), jnp.zeros(3), 2), "the preset alone"),
+        (lambda: jsparse.traffic(jnp.sin, jnp.zeros(3), axis_sizes={AXIS: 0}), "is 0; it is a number of workers"),
     ],
 )
 def test_wrong_arguments(call, message: str):

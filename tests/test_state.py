@@ -134,6 +134,18 @@ def test_dense_has_stats_and_no_residual():
             "micro_batches",
         ),
         (lambda: optax.apply_if_finite(jsparse.oktopk(AXIS, density=0.1), 3), "around what follows"),
+        (
+            lambda: optax.conditionally_transform(jsparse.oktopk(AXIS, density=0.1), lambda step: step % 2 == 0),
+            r"jsparse\.local_steps",
+        ),
+        (
+            lambda: optax.conditionally_mask(jsparse.oktopk(AXIS, density=0.1), lambda step: step % 2 == 0),
+            r"jsparse\.local_steps",
+        ),
+        (
+            lambda: optax.named_chain(("momentum", optax.trace(0.9)), ("sync", jsparse.oktopk(AXIS, density=0.1))),
+            r"member 'momentum' .* jsparse\.per_worker",
+        ),
         (lambda: optax.chain(optax.zero_nans(), jsparse.oktopk(AXIS, density=0.1)), r"jsparse\.per_worker"),
         (
             lambda: optax.chain(optax.apply_if_finite(optax.clip(1.0), 3), jsparse.oktopk(AXIS, density=0.1)),
@@ -153,10 +165,6 @@ def test_a_chain_that_would_go_wrong_is_refused(tx, message: str):
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (
-            lambda: optax.named_chain(("momentum", optax.trace(0.9)), ("sync", jsparse.oktopk(AXIS, density=0.1))),
-            r"the state \['momentum'\].*jsparse\.per_worker",
-        ),
         (
             lambda: optax.chain(optax.masked(jsparse.dense(AXIS), {name: name == "w" for name in transports.SHAPES})),
             r"the update \['b'\].*cover every parameter",

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
+from .._vector.arguments import check_count
 from .collectives import COLLECTIVES, UNKNOWN_ROUNDS, Branches, Collective, Traffic
 from .compiled import compiled_traffic
 from .cost import collective_cost
@@ -79,6 +80,8 @@ def traffic(
             "program names"
         )
     sizes = dict(axis_sizes or {})
+    for name, size in sizes.items():
+        check_count(f"the size of axis {name!r}", size, "a number of workers")
     trace = getattr(fn, "trace", None)
     closed = trace(*args).jaxpr if trace and not sizes else jax.make_jaxpr(fn, axis_env=list(sizes.items()))(*args)
     axes = dict.fromkeys(sizes)

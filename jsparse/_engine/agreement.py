@@ -77,6 +77,11 @@ def _named_leaves(tree: Any) -> list[tuple[Any, Any]]:
 def check_arrays(tree: Any) -> None:
     """Refuses leaves that are neither arrays nor numbers, such as the functions in a module."""
     for path, leaf in _named_leaves(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {leaf}, a shape without values: pass arrays; for the shapes of "
+                "what this returns, call it in jax.eval_shape"
+            )
         if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is {leaf!r}, which is no array: pass the arrays that are trained, "

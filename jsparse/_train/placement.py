@@ -1,5 +1,6 @@
 """The placement of a chain's state, and the refusal of chains that would be placed wrongly."""
 
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ def state_specs(opt_state: optax.OptState, axis: AxisName) -> Any:
     Raises:
       ValueError: a transformation before the all-reduce has a state that differs between workers
         and is not wrapped in :func:`jsparse.per_worker`; or the all-reduce is inside
-        ``optax.MultiSteps`` or ``optax.apply_if_finite``.
+        ``optax.MultiSteps``, ``apply_if_finite``, ``conditionally_transform`` or
+        ``conditionally_mask``.
     """
     check_order(opt_state)
 
@@ -125,16 +127,22 @@ def check_order(state: Any, per_worker: bool = False) -> None:
             "ever: put it around what follows the all-reduce. After a non-finite gradient on any worker the update is "
             "NaN on all workers"
         )
-    children = _children(state)
-    if type(state) is tuple and not per_worker:
-        ours = max(i for i, child in enumerate(children) if states_in(child))
-        for i, child in enumerate(children[:ours]):
+    if isinstance(state, optax.ConditionallyTransformState | optax.ConditionallyMaskState):
+        raise ValueError(
+            "optax.conditionally_transform and conditionally_mask around the all-reduce would let each worker apply "
+            "its own gradient in the steps that they skip, or lose it: put them around what follows the all-reduce; to "
+            "synchronise once in several steps, use jsparse.local_steps"
+        )
+    if type(state) in (tuple, OrderedDict) and not per_worker:  # Of optax.chain, or named_chain.
+        members = list(state.items() if isinstance(state, OrderedDict) else enumerate(state))
+        last = max(i for i, (_, child) in enumerate(members) if states_in(child))
+        for name, child in members[:last]:
             if not states_in(child) and _remembers(child):
                 raise ValueError(
-                    f"member {i} of the chain, with state {type(child).__name__}, stands before the all-reduce and "
-                    "remembers gradients, which differ between workers there: wrap it in jsparse.per_worker(...)"
+                    f"member {name!r} of the chain, with state {type(child).__name__}, stands before the all-reduce "
+                    "and remembers gradients, which differ between workers there: wrap it in jsparse.per_worker(...)"
                 )
-    for child in children:
+    for child in _children(state):
         check_order(child, per_worker)
 
 

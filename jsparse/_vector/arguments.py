@@ -30,6 +30,13 @@ def check_fields(part: Any) -> None:
             check_kind(field.name, getattr(part, field.name), *kinds)
 
 
+def check_count(name: str, value: Any, what: str) -> None:
+    """Refuses what is no whole number from 1 on."""
+    check_kind(name, value, int)
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it is {what}, so it must be at least 1")
+
+
 def check_kind(name: str, value: Any, *kinds: Any) -> None:
     """Refuses a value that is of none of these types, which are keys of ``KINDS``."""
     # A bool is a whole number to Python.

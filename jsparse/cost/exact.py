@@ -10,7 +10,7 @@ from .._comm.cost import Cost
 from .._comm.traffic import traffic
 from .._engine.shards import OnShards, Placement
 from .._engine.transform import SparseAllReduce
-from .._vector.arguments import check_kind
+from .._vector.arguments import check_count
 
 
 def exact(
@@ -45,8 +45,8 @@ def exact(
       The least, and the most: each has ``bytes`` and ``messages``.
 
     Raises:
-      ValueError: ``size`` has another number of levels than ``tx``; or ``shards`` or
-        ``param_specs`` are not of the form above.
+      ValueError: ``tx`` is no preset; ``size`` has another number of levels than ``tx``, or is no
+        number of workers; or ``shards`` or ``param_specs`` are not of the form above.
 
     >>> tx = jsparse.topk_allgather("data", density=0.01)
     >>> least, most = exact(tx, jnp.zeros(10_000), 8)
@@ -55,10 +55,14 @@ def exact(
     >>> exact(tx, jnp.zeros(10_000), 8, shards=4)[1].bytes
     1414
     """
+    if not isinstance(tx, SparseAllReduce):
+        raise ValueError(f"tx is {type(tx).__name__}; pass the preset alone, such as jsparse.oktopk(...), not a chain")
     sizes = size if isinstance(size, tuple) else (size,)
     levels = len(tx.synchroniser.levels)
     if len(sizes) != levels:
         raise ValueError(f"size is {size}; give one number, and two, (nodes, workers of a node), for hitopk and torus")
+    for number in sizes:
+        check_count("size", number, "a number of workers")
     workers = {f"workers of level {number}": workers for number, workers in enumerate(sizes)}
     synchroniser, model = tx.synchroniser.over(*map(AxisComm, workers)), _axes(shards)
     if model:
@@ -79,7 +83,5 @@ def _axes(shards: int | Mapping[str, int]) -> dict[str, int]:
     """The axes of a worker's devices, and their sizes; none if a worker is one device."""
     axes = dict(shards) if isinstance(shards, Mapping) else {} if shards == 1 else {"shards": shards}
     for name, size in axes.items():
-        check_kind(name, size, int)
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it is a number of a worker's devices, so it must be at least 1")
+        check_count(name, size, "a number of a worker's devices")
     return axes

@@ -169,8 +169,9 @@ def predict(
     """
     if algorithm not in MODELS:
         raise ValueError(f"algorithm is {algorithm!r}; choose one of {', '.join(MODELS)}")
-    for name, value in (("n", n), ("k", k), ("P", P), ("alpha", alpha), ("beta", beta)):
+    for name, value in (("n", n), ("k", k), ("alpha", alpha), ("beta", beta)):
         check_kind(name, value, float)
+    check_kind("P", P, int)
     check_kind("shards", shards, int)
     if max(n, P) > 2**53:
         raise ValueError(f"there are {n} elements and {P} workers; the model computes in floats: up to 2**53 of each")
@@ -258,8 +259,14 @@ class Rounds:
 
         Args:
           step: seconds of an inner step.
-          utilisation: the part of a round's time in which steps are computed, above 0, below 1.
+          utilisation: the part of a round's time in which steps are computed, above 0, at most 1.
+
+        Raises:
+          ValueError: it is out of that range.
         """
+        check_kind("utilisation", utilisation, float)
+        if not 0 < utilisation <= 1:
+            raise ValueError(f"utilisation is {utilisation}; it is a part of the time, above 0, at most 1")
         return self.overlap * step + self.every * step * (1 / utilisation - 1) / self.fragments
 
 
