@@ -68,10 +68,10 @@ def local_steps(
     these over the workers, and ``outer`` takes a step with the mean as its gradient. Its result is
     set on all workers, so that replicas agree to the bit, and the next round begins with it.
 
-    A step is skipped on that worker alone if its gradient is not finite, or if it makes parameters
-    or a model state that were finite infinite or NaN. A worker without a finite step contributes
-    nothing to the mean. If there is no such step on any worker, or the mean is not finite,
-    ``sync``, the outer optimizer and what they change stay as they were.
+    A step is skipped on that worker alone if its gradient is not finite, or if it would make
+    finite parameters, or a finite model state, infinite or NaN. A worker without a finite step
+    contributes nothing to the mean. If there is no such step on any worker, or the mean is not
+    finite, ``sync``, the outer optimizer and what they change stay as they were.
 
     Args:
       loss_fn: a worker's loss, as for :func:`train_step`.

@@ -35,8 +35,9 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
 
     Use it at the end of a training in which workers have parameters of their own, or now and then
     during it. Floats are averaged. In other leaves (integers, booleans, random keys) each element
-    becomes the largest of any worker. Parameters that agree already stay as they are, to rounding.
-    It also averages anything else that is kept per worker, such as a ``model_state``.
+    becomes the largest of any worker. Parameters that agree already stay as they are, to rounding,
+    if their sum is finite. It also averages anything else that is kept per worker, such as a
+    ``model_state``.
 
     Args:
       params: inside ``shard_map``, ``pmap`` or ``vmap``, this worker's parameters. With ``mesh``,
