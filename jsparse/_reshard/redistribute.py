@@ -51,7 +51,7 @@ def _deal(rows: np.ndarray, result: np.ndarray, before: int, after: int) -> None
         begun = end
         reached = passed * size + wide[end] * rest if rest else passed * size
         reached = np.rint((reached * after / (before * size)) / unit) * unit
-        # What is lost where this is rounded is not added to the next row: that one may be far smaller.
+        # What rounding loses here is not added to the next row, which may be far smaller.
         row[:] = reached - given
         given = reached
 
