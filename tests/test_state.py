@@ -162,9 +162,22 @@ def test_a_chain_that_would_go_wrong_is_refused(tx, message: str):
         jsparse.state_specs(state, AXIS)
 
 
+def of_ones_own() -> optax.GradientTransformation:
+    """A momentum before the all-reduce, in a state of which nothing tells the order."""
+    momentum, sync = optax.trace(0.9), jsparse.oktopk(AXIS, density=0.1)
+
+    def update(grads, state, params=None):
+        grads, moved = momentum.update(grads, state["momentum"])
+        grads, sent = sync.update(grads, state["sync"])
+        return grads, {"momentum": moved, "sync": sent}
+
+    return optax.GradientTransformation(lambda p: {"momentum": momentum.init(p), "sync": sync.init(p)}, update)
+
+
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
+        (of_ones_own, r"the state \['momentum'\].*jsparse\.per_worker"),
         (
             lambda: optax.chain(optax.masked(jsparse.dense(AXIS), {name: name == "w" for name in transports.SHAPES})),
             r"the update \['b'\].*cover every parameter",
