@@ -16,7 +16,7 @@ from .._engine.memory import ErrorFeedback, largest_addend
 from .._engine.reducer import Reduced, Reducer, counts_of_whole
 from .._engine.synchroniser import Composition
 from .._engine.transform import SparseAllReduce
-from .._vector.arguments import check_fields
+from .._vector.arguments import check_count, check_fields
 from .._vector.layout import Layout
 from .._vector.parts import Factored, Parts, multiply_window, rescale
 from .._vector.pending import Pending
@@ -66,8 +66,7 @@ class LowRank(Reducer):
 
     def __post_init__(self):
         check_fields(self)
-        if self.rank < 1:
-            raise ValueError(f"rank is {self.rank}; it is a number of columns, at least 1")
+        check_count("rank", self.rank, "a number of columns")
         if not self.min_rate >= 0:
             raise ValueError(
                 f"min_rate is {self.min_rate}; it is how many times smaller the factors must be than the matrix, at "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._vector.arguments import check_kind
+from .._vector.arguments import check_count
 
 # Tells, from the parameters, each leaf's fragment, or one for each index of its leading axis.
 FragmentOf = Callable[[Any], Any]
@@ -31,9 +31,7 @@ class Fragments:
         """The fragments that an argument says."""
         if callable(fragments):
             return cls(fragment_of=fragments)
-        check_kind("fragments", fragments, int)
-        if fragments < 1:
-            raise ValueError(f"fragments is {fragments}; it is a number of parts, at least 1")
+        check_count("fragments", fragments, "a number of parts")
         return cls(count=fragments)
 
     def split(self, tree: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._comm.comm import Comm, CommLike, as_comm
 from .._engine.shards import place_as_params
-from .._vector.arguments import check_kind
+from .._vector.arguments import check_count
 
 
 def local_value_and_grad(
@@ -91,9 +91,7 @@ class Gradients:
     micro_batches: int
 
     def __post_init__(self):
-        check_kind("micro_batches", self.micro_batches, int)
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches is {self.micro_batches}; it is the number of parts of a batch, at least 1")
+        check_count("micro_batches", self.micro_batches, "the number of parts of a batch")
 
     def __call__(self, params: Any, kept: Any, batch: Any, key: Any, extra: Any) -> tuple[Any, Any, Any]:
         """Returns ``(model state, (loss, aux), gradient)``.

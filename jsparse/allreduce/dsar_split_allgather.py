@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._comm.comm import Comm
+from .._vector.arguments import check_count
 from .._vector.sparse_vector import SparseVector, to_dense
 from ..quantize import Exact, Quantizer
 from ..quantize._base import check_quantizer
@@ -47,8 +48,7 @@ class DsarSplitAllGather(AllReduce):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.group < 1:
-            raise ValueError(f"group is {self.group}; it is a number of workers, so it must be at least 1")
+        check_count("group", self.group, "a number of workers")
         check_quantizer("quantize", self.quantize)
         check_keeps_zeros(self.quantize)
 

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from .._vector.arguments import check_fields, check_kind
+from .._vector.arguments import check_count, check_fields, check_kind
 from .models import MODELS, Cluster
 
 
@@ -48,8 +48,7 @@ class Node:
 
     def __post_init__(self):
         check_fields(self)
-        if self.gpus < 1:
-            raise ValueError(f"gpus is {self.gpus}; it is the number of a node's GPUs, so it must be at least 1")
+        check_count("gpus", self.gpus, "the number of a node's GPUs")
         _check_link(self.alpha, self.beta)
         if not 1 <= self.links <= self.gpus:
             raise ValueError(
@@ -172,13 +171,11 @@ def predict(
     for name, value in (("n", n), ("k", k), ("alpha", alpha), ("beta", beta)):
         check_kind(name, value, float)
     check_kind("P", P, int)
-    check_kind("shards", shards, int)
+    check_count("shards", shards, "the number of a worker's GPUs")
     if max(n, P) > 2**53:
         raise ValueError(f"there are {n} elements and {P} workers; the model computes in floats: up to 2**53 of each")
     if not 1 <= k <= n:
         raise ValueError(f"k is {k}; for {n} elements it must be from 1 to {n}")
-    if shards < 1:
-        raise ValueError(f"shards is {shards}; it is the number of a worker's GPUs, so it must be at least 1")
     node = Node(shards) if node is None else node
     if node.gpus % shards and shards % node.gpus:
         raise ValueError(
