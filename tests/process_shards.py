@@ -118,7 +118,7 @@ def trained(case: Case, mesh: Mesh) -> tuple[Any, Any, list[float], Any]:
             param_specs=SPECS,
             batch_spec=case.batch_spec,
         )
-        state = step.init(params())
+        state = step.init(in_shards(mesh))
     else:
         tx = optax.chain(case.preset("replica"), optax.sgd(0.5, momentum=0.5))
         step = jsparse.train_step(loss_fn, tx, mesh, "replica", param_specs=SPECS, batch_spec=case.batch_spec)
@@ -136,6 +136,11 @@ def trained(case: Case, mesh: Mesh) -> tuple[Any, Any, list[float], Any]:
     return step, batch, losses, state
 
 
+def in_shards(mesh: Mesh) -> Any:
+    """The first parameters as global arrays, of which each process has some shards."""
+    return jax.device_put(params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS))
+
+
 def plain(case: Case, mesh: Mesh) -> tuple[Any, jsparse.TrainState]:
     """The same in a plain ``jax.jit``: a step, and its first state."""
     sync = jsparse.over_mesh(case.preset("replica"), mesh, "replica", SPECS)
@@ -148,7 +153,7 @@ def plain(case: Case, mesh: Mesh) -> tuple[Any, jsparse.TrainState]:
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         return jsparse.TrainState(optax.apply_updates(state.params, updates), opt_state, None), loss
 
-    placed = jax.device_put(params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS))
+    placed = in_shards(mesh)
     return step, jsparse.TrainState(placed, tx.init(placed), None)
 
 
