@@ -21,9 +21,10 @@ def spoilt(before: Any, after: Any) -> jax.Array:
 
 
 def check_finite(params: Any) -> None:
-    """Refuses parameters that are not finite. Of those in a trace nothing is known."""
+    """Refuses parameters that are not finite. In a trace nothing is known of them."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not isinstance(leaf, core.Tracer) and not finite(jnp.asarray(leaf)):
+        known = finite(jnp.asarray(leaf))
+        if not isinstance(known, core.Tracer) and not known:
             raise ValueError(
                 f"parameter {jax.tree_util.keystr(path)} is not finite, so what workers move of it has no mean: keep "
                 "what is infinite, such as a mask, in the model state or in the loss"
