@@ -472,6 +472,7 @@ def test_sync_params():
         tree = {
             "f": rng.standard_normal((size, 3, 2)).astype(np.float32),
             "h": jnp.asarray(rng.standard_normal((size, 5)), jnp.bfloat16),
+            "c": (rng.standard_normal((size, 2)) + 1j * rng.standard_normal((size, 2))).astype(np.complex64),
             "i": np.arange(size, dtype=np.int32),
             "b": np.arange(size) == 1,
             "none": np.zeros((size, 0), np.float32),
@@ -485,15 +486,17 @@ def test_sync_params():
             np.testing.assert_allclose(
                 got["h"].astype(np.float32), tree["h"].astype(np.float32).mean(0), rtol=1e-2, atol=1e-2
             )
+            np.testing.assert_allclose(got["c"], tree["c"].mean(0), rtol=1e-5, atol=1e-6)
             assert got["i"] == size - 1
             assert got["b"] == (size > 1)
             assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, tree)
         traffic = jsparse.traffic(lambda tree: jsparse.sync_params(tree, AXIS, mesh=mesh), tree)  # noqa: B023
-        assert [part.payload for part in traffic.parts].count("float32[11]") == 1
+        assert [part.payload for part in traffic.parts].count("float32[15]") == 1
 
         equal = {name: np.repeat(leaf[:1], size, axis=0) for name, leaf in tree.items()}
         got = jsparse.sync_params(equal, AXIS, mesh=mesh)
-        np.testing.assert_allclose(got.pop("f"), equal.pop("f")[0], rtol=1e-6)
+        for name in "fc":
+            np.testing.assert_allclose(got.pop(name), equal.pop(name)[0], rtol=1e-6)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), got, equal)
     assert jsparse.sync_params({}, AXIS, mesh=transports.mesh(2)) == {}
     only = jsparse.sync_params({"i": np.arange(2)}, AXIS, mesh=transports.mesh(2))

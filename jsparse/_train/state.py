@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from .._comm.comm import AxisComm, Comm, CommLike, as_comm
@@ -34,10 +35,10 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
     """Averages parameters that differ between workers, in one message.
 
     Use it at the end of a training in which workers have parameters of their own, or now and then
-    during it. Floats are averaged. In other leaves (integers, booleans, random keys) each element
-    becomes the largest of any worker. Parameters that agree already stay as they are, to rounding,
-    if their sum is finite. It also averages anything else that is kept per worker, such as a
-    ``model_state``.
+    during it. Floats and complex numbers are averaged. In other leaves (integers, booleans, random
+    keys) each element becomes the largest of any worker. Parameters that agree already stay as
+    they are, to rounding, if their sum is finite. It also averages anything else that is kept per
+    worker, such as a ``model_state``.
 
     Args:
       params: inside ``shard_map``, ``pmap`` or ``vmap``, this worker's parameters. With ``mesh``,
@@ -92,11 +93,13 @@ def averaging(mesh: Mesh | None, axis: AxisName | Comm) -> Callable[[Any], Any]:
 def mean(comm: Comm, tree: Any) -> Any:
     """The mean over workers of all floats, in one message; for other types, the largest."""
     size = comm.size
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [part for leaf in jax.tree.leaves(tree) for part in _floats(leaf)]
     layout = Layout.of(floats)
     means = iter(layout.unravel(comm.psum(layout.ravel(floats)) / size) if floats else [])
 
     def shared(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return lax.complex(next(means), next(means))
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return next(means)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -105,3 +108,10 @@ def mean(comm: Comm, tree: Any) -> Any:
         return comm.pmax(leaf)
 
     return jax.tree.map(shared, tree)
+
+
+def _floats(leaf: jax.Array) -> list[jax.Array]:
+    """A leaf of floats; the real and imaginary parts of a complex one; nothing of others."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return [leaf.real, leaf.imag]
+    return [leaf] if jnp.issubdtype(leaf.dtype, jnp.floating) else []
