@@ -115,7 +115,7 @@ FIGURES = {
         | {"density": 0.01, "examples": 5_000, "rates": (0.1,)},
     ),
     "Table 3": Model(
-        "MSTopK-SGD has the highest throughput, but for ResNet-50 at 224 x 224, where the torus is as fast.",
+        "MSTopK-SGD has the highest throughput, but for ResNet-50 at 224 x 224, where the torus is slightly faster.",
         "ms",
         ("dense", "torus", "hitopk"),
         (128,),

@@ -59,7 +59,7 @@ FIGURES = {
     ),
     "6": Counts(
         "The counts that Ok-Topk selects, on each worker and of the sum, are off by less than 11 % of k on average, "
-        "and too high in early epochs; Gaussian-k selects too many at first, and then a tenth of k.",
+        "and too high in early epochs, but for BERT; Gaussian-k selects too many at first, and then a tenth of k.",
         **CIFAR10,
         algorithms=(
             "oktopk",

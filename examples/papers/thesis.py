@@ -34,7 +34,7 @@ FIGURES = {
     ),
     "5.1 to 5.5": Synchronised(
         "Recursive doubling is fastest for few elements, where latency decides; splitting for more; above some density "
-        "dynamic sums or dense ones. No sparse form takes longer than dense.",
+        "dynamic sums or dense ones. No sparse form takes longer than dense, but for small deviations.",
         FORMS,
         hosts=(8,),
         sizes=(N,),
