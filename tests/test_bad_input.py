@@ -38,6 +38,7 @@ ARGUMENTS = [
     (lambda: jsparse.topk_allgather(AXIS, density=-0.1), "density is -0.1"),
     (lambda: jsparse.topk_allgather(AXIS, density=float("nan")), "density is nan"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, tau_threshold=0), "tau_threshold is 0"),
+    (lambda: jsparse.demo(AXIS, error_feedback=False), "error_feedback is False"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, tau_region=-1), "tau_region is -1"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, split="spin"), "split is 'spin'"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, put_back="nobody"), "put_back is 'nobody'"),
@@ -104,6 +105,18 @@ ARGUMENTS = [
     (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), topk())), "phase 0 .* Orthonormal.* makes no sum"),
     (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), jsparse.vote(AXIS))), "phase 1 .* MajorityVote.* makes no"),
     (lambda: jsparse.phases(((5, signs()), jsparse.vote(AXIS))), "phase 1 .* MajorityVote.* makes no sum"),
+    (
+        lambda: jsparse.phases(((5, topk(error_feedback=False)), jsparse.scale_by_dion(AXIS))),
+        "phase 1 .* Orthonormal.* makes no sum",
+    ),
+    (
+        lambda: jsparse.phases(((5, topk(error_feedback=False)), jsparse.powersgd(AXIS))),
+        "phase 1 .* its residual would be dropped",
+    ),
+    (
+        lambda: jsparse.phases(((5, signs()), topk(error_feedback=False))),
+        "phase 0 .* its residual would be dropped",
+    ),
     (lambda: jsparse.phases(((5, jsparse.vote(AXIS)), signs())), "phase 0 .* MajorityVote.* makes no sum"),
     (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), jsparse.dense(AXIS))), "phase 0 .* Orthonormal.* makes"),
     (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), jsparse.scale_by_dion(AXIS))), "phase 1 .* Orthonormal"),

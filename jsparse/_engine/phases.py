@@ -118,14 +118,17 @@ def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, f
     would, but with the residual (and the velocity of :func:`dgc`) of the phase before. Each phase
     keeps its own thresholds and regions.
 
-    A dense phase takes part in error feedback. Its first step delivers all that sparse phases left
-    in the residuals, and the residuals are zero from then on. Nothing is lost at any boundary.
+    A phase that selects nothing takes part in the error feedback of sparse ones. The first step of
+    a dense phase delivers all that they left in the residuals, and these are zero from then on.
+    Quantized and low-rank phases keep there what they do not deliver. Nothing is lost at any
+    boundary.
 
     Args:
       stages: ``((steps, tx), ..., tx)``: how many steps each transformation runs; the last one has
         no end. They are presets, or :func:`sparse_allreduce`, over the same axis. The sparse ones
-        must have the same ``scope``, ``dense_below``, ``error_feedback`` and momentum. Dense ones
-        take these over from them.
+        must have the same ``scope``, ``dense_below``, ``tiles``, ``error_feedback`` and momentum.
+        So :func:`demo` fits no other sparse one. The others, which select nothing, take these over
+        from them, whatever their own are.
       flush: whether a dense phase delivers the residual. Otherwise it leaves the residual aside
         until the next sparse phase.
 
@@ -136,7 +139,9 @@ def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, f
     Raises:
       ValueError: the stages are not of that form, or do not fit together. So :func:`vote` and
         :func:`scale_by_dion`, whose updates are no sums, are refused beside phases with error
-        feedback, and Dion before dense ones.
+        feedback, Dion also beside sparse ones and before dense ones. :func:`qsgd`, which rounds at
+        random, is refused beside error feedback unless ``flush`` is False. Sparse phases without
+        error feedback are refused beside a phase that keeps a residual.
 
     Example (the warm-up of gTop-k, with epochs of 100 steps)::
 
@@ -221,6 +226,11 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
                         f"{where}: its {name} is {ours}, theirs {theirs}; choose the same, as they share a state"
                     )
             fitted.append(stage)
+        elif stage.memory != NoMemory() and shared.memory == NoMemory():
+            raise ValueError(
+                f"{where}: its residual would be dropped, as sparse phases with error_feedback=False keep none; leave "
+                "that out"
+            )
         else:
             memory = shared.memory.in_dense_phase(flush)
             fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))
@@ -239,7 +249,7 @@ def _loses(stage: Composition, other: Composition, *, after: bool) -> bool:
     """
     if stage.reducer.conserves or type(stage.reducer) is type(other.reducer):
         return False
-    return other.memory.feeds_back or (after and stage.memory.feeds_back)
+    return other.memory.feeds_back or (stage.memory.feeds_back and (after or other.reducer.sparse))
 
 
 def _differing(part: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:

@@ -160,7 +160,7 @@ def demo(
       those of a tile column by column.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range; and as from :func:`sparse_allreduce`.
 
     **Cost**: ``2k n / chunk**2 (P-1)`` words and ``log P`` messages a worker.
 
@@ -168,6 +168,10 @@ def demo(
       Peng et al., DeMo: Decoupled Momentum Optimization, ICLR 2026, Algorithm 1, and their code.
     """
     check_kind("chunk", chunk, int)
+    if isinstance(error_feedback, bool):
+        raise ValueError(
+            f"error_feedback is {error_feedback}; the residual is demo's momentum, so pass an ErrorFeedback, or decay"
+        )
     if decay is not None and error_feedback is not None:
         raise ValueError(f"decay is {decay}, and error_feedback {error_feedback} has one: pass one of them")
     if chunk < 1:

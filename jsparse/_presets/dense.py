@@ -28,6 +28,9 @@ def dense(comm: CommLike, *, bucket_bytes: int | None = None) -> SparseAllReduce
     Returns:
       A gradient transformation.
 
+    Raises:
+      ValueError: ``bucket_bytes`` is out of range; and as from :func:`sparse_allreduce`.
+
     **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker, for each bucket.
 
     References:
@@ -46,6 +49,9 @@ def parameter_server(comm: CommLike, *, staleness: int = 0) -> SparseAllReduce:
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      ValueError: ``staleness`` is below 0; and as from :func:`sparse_allreduce`.
 
     **Cost**: ``2n (P-1)`` words and ``2 (P-1)`` messages through the root.
 
@@ -77,6 +83,9 @@ def qsgd(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      ValueError: ``levels`` or ``bucket`` is out of range; and as from :func:`sparse_allreduce`.
 
     **Cost**, with 4 levels: 3.2 bits a value and 4 bytes a bucket, ``0.102 n (P-1)`` words and
     ``log P`` messages a worker; split ``0.204 n (P-1)/P`` words and ``P - 1 + log P`` messages.
@@ -110,6 +119,10 @@ def quantized(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      ValueError: the quantizer is one for sparse values alone, such as ``Codebook``; it rounds at
+        random, and there is error feedback; and as from :func:`sparse_allreduce`.
 
     **Cost**, with b bits a value: split ``2 (P-1)/P n b/32`` words and ``P - 1 + log P`` messages
     a worker; else ``(P-1) n b/32`` words and ``log P`` messages.

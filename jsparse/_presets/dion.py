@@ -85,8 +85,8 @@ def scale_by_dion(
     mean gradient.
 
     A leaf of two or more axes is a matrix: the last axis has its columns, the outputs of a layer,
-    and all others its rows. All other leaves are averaged densely, as they are. For these use
-    another optimizer: :func:`dion` is the whole one.
+    and all others its rows. All other leaves, and matrices of a single row or column, are averaged
+    densely, as they are. For these use another optimizer: :func:`dion` is the whole one.
 
     In a :doc:`sharded model <sharded>` each shard is such a matrix. A leaf that no axis cuts is
     orthonormalised whole on each device of a worker, on all of them alike.
@@ -142,8 +142,8 @@ def dion(
       others: the optimizer of all other leaves, whose gradients are averaged densely; by default
         ``optax.adamw(learning_rate, b2=0.95, weight_decay=0.0)``.
       matrices: of parameters, a tree of their form: whether Dion updates a leaf. By default it
-        updates all of two or more axes. Leave out embeddings and the last layer, as the authors
-        do.
+        updates all that have two rows and two columns at least. Leave out embeddings and the last
+        layer, as the authors do.
 
     Returns:
       A gradient transformation, a whole optimizer.

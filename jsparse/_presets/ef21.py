@@ -111,7 +111,8 @@ def ef21(
     all-reduce, and at density 1 it is SGD with momentum. The estimate is a sum over all steps, and
     the rounding errors of their additions stay in it. It is held in float32 at least; changes are
     rounded to the type of their leaf before. Gradients are clipped at half of their type's largest
-    number, in float16 at 32,752.
+    number, in float16 at 32,752, and where error feedback clips, at a power of two that falls with
+    P, so that no sum overflows.
 
     Args:
       comm: a mesh axis name, a tuple of them, or a Comm.

@@ -48,7 +48,8 @@ def options_of(preset: Callable[..., SparseAllReduce]) -> list[str]:
 def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, CommLike]) -> SparseAllReduce:
     """Makes the transformation that a file describes, such as one that ``jsparse tune`` wrote.
 
-    The file is JSON. It has the version of the format, the name of a preset, and the preset's
+    The file is JSON. It has the version of the format, the name of a preset (whole optimizers and
+    :func:`phases` are none), and the preset's
     options by name. Selectors, wires, quantizers and all-reduces are objects with one key, the
     name of the part; its value has the part's options by name. An option that is left out has its
     default. Other keys of the file, such as the measurements of ``tune``, are ignored::

@@ -51,8 +51,8 @@ def sparse_allreduce(
 
     A non-finite gradient on any worker makes the whole update NaN on all of them and leaves the
     state as it was, so ``optax.apply_if_finite`` around what *follows* can skip the step. (Where
-    nothing is summed sparsely, there is no state to spoil, and only the elements concerned become
-    NaN.)
+    no state is kept, as with ``select=None`` and ``error_feedback=False``, only the elements
+    concerned, or their buckets, become NaN.)
 
     Args:
       comm: a mesh axis name, a tuple of them (taken as one axis), or a :class:`Comm`.
@@ -79,9 +79,12 @@ def sparse_allreduce(
       A gradient transformation. Its updates have the shapes and types of the gradients.
 
     Raises:
-      ValueError: an argument is out of range. From ``init`` and ``update``: a leaf is not float16,
-        bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the axis is not
-        bound; gradients are already summed.
+      ValueError: an argument is out of range, or does not fit another: random rounding with error
+        feedback, a ``subtract`` that the all-reduce refuses. From ``init`` and ``update``: a leaf
+        is not float16, bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the
+        axis is not bound. From ``update``: gradients are already summed, or may differ along
+        another mesh axis; the state is that of another transformation, or of leaves of other
+        shapes; ``mean="contributors"`` with another all-reduce than ``TopkAllGather``.
 
     Example::
 

@@ -82,7 +82,8 @@ def onebit_momentum(
         all values.
 
     **Cost**: in the first steps that of :func:`dense`; then ``2 (P-1)/P n (1/32 + 1/512)`` words
-    and ``P - 1 + log P`` messages a worker. In n each leaf counts as a multiple of 512.
+    and ``P - 1 + log P`` messages a worker. In n each leaf counts as a multiple of 512, and all
+    together as one of ``512 P``.
 
     References:
       Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
@@ -179,7 +180,7 @@ def onebit_adam(
       tx = jsparse.onebit_adam("data", schedule, freeze_step=2000)
       step = jsparse.train_step(loss_fn, tx, mesh, "data")
 
-    A step that is not finite changes no state. To skip it, put
+    A step that is not finite changes no moments; the count of a schedule goes on. To skip it, put
     ``optax.apply_if_finite(optax.identity(), 5)`` after this.
 
     **Cost**: that of :func:`onebit_momentum`. The second moments are made of mean gradients, which

@@ -34,6 +34,11 @@ def topk_allgather(comm: CommLike, *, density: float | None = None, **options: U
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
+
     **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker. From about ``P = n / k`` on, a
     dense all-reduce sends less.
 
@@ -55,6 +60,11 @@ def gaussiank(comm: CommLike, *, density: float | None = None, **options: Unpack
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
 
     **Cost**: ``2k (P-1)`` words and ``log P`` messages a worker. From about ``P = n / k`` on, a
     dense all-reduce sends less.
@@ -90,6 +100,11 @@ def oktopk(
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
+
     **Cost**: at most ``8k (P-1)/P + 16P + 512`` words a worker in every step, for float32 at full
     width.
 
@@ -120,6 +135,11 @@ def gtopk(
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
+
     **Cost**: ``2k log P`` words and ``log P`` messages a worker, and more if P is not a power of
     two; ``4k log P`` and ``2 log P`` for the published tree.
 
@@ -148,6 +168,11 @@ def topk_dsa(comm: CommLike, *, density: float | None = None, **options: Unpack[
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
+
     **Cost**: ``4k (P-1)/P`` words a worker if all workers select the same elements; up to
     ``(2k + n) (P-1)/P`` if the result fills in; and padding: see
     :class:`jsparse.allreduce.SsarSplitAllGather`.
@@ -175,6 +200,11 @@ def ssar_recursive_doubling(
     Returns:
       A gradient transformation.
 
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
+
     **Cost**: ``2k log P`` to ``2k (P-1)`` words a worker: the more the workers' choices overlap,
     the fewer. It is more if P is not a power of two.
 
@@ -200,6 +230,11 @@ def ssar_split_allgather(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; and as from
+        :func:`sparse_allreduce`.
 
     **Cost**: ``4k (P-1)/P`` to about ``2k P`` words a worker: the more the workers' choices
     overlap, the fewer; and padding: see :class:`jsparse.allreduce.SsarSplitAllGather`.
@@ -232,6 +267,11 @@ def dsar_split_allgather(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; P is no multiple of
+        ``group`` (from ``update``); and as from :func:`sparse_allreduce`.
 
     **Cost**: ``(2k + n) (P-1)/P`` words a worker, and padding: see
     :class:`jsparse.allreduce.SsarSplitAllGather`.
@@ -283,6 +323,11 @@ def dgc(
       A gradient transformation. Its state holds a velocity beside the residual, both of shape
       ``(n,)`` on a worker.
 
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; ``momentum`` or
+        ``clip_norm`` is out of range; and as from :func:`sparse_allreduce`.
+
     Example::
 
       tx = optax.chain(jsparse.dgc("data", density=0.001, clip_norm=1.0), optax.sgd(0.1))
@@ -315,6 +360,11 @@ def scalecom(comm: CommLike, *, density: float | None = None, **options: Unpack[
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; ``wire`` is not
+        ``Full()``; and as from :func:`sparse_allreduce`.
 
     **Cost**: ``4k (P-1)/P`` words and ``4 log P`` messages a worker.
 
@@ -356,6 +406,11 @@ def hitopk(
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      TypeError: an option is not known.
+      ValueError: the density is missing, or given twice with different values; both levels are the
+        same axis; and as from :func:`sparse_allreduce`.
 
     **Cost**, with m nodes of g workers and k of n elements: inside a node ``n (g-1)/g`` words for
     the reduce-scatter and ``2km (g-1)/g`` for the all-gather (at most ``n (g-1)/g``), ``2 log g``

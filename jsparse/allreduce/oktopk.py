@@ -100,9 +100,10 @@ class OkTopk(AllReduce):
         are less alike.
       correct: whether the threshold is corrected in each step. False reuses it as it is for
         ``tau_threshold`` steps, which is the paper's plain rule.
-      balance_above: the largest part, in k/P, that is gathered as it is. If a part is longer, the
-        parts are balanced first. With None a step balances where that saves more than an eighth
-        of the words. 4.0 is the paper's rule, with which the bound below does not hold.
+      balance_above: the largest part, in k/P and at least 1, that is gathered as it is. If a part
+        is longer, the parts are balanced first. With None a step balances where that saves more
+        than an eighth of the words. 4.0 is the paper's rule, with which the bound below does not
+        hold.
         ``math.inf`` never balances.
 
     **Cost**: at most ``8k (P-1)/P + 16P + 512`` words for float32 values at full width, in every

@@ -47,7 +47,7 @@ class SsarRecursiveDoubling(AllReduce):
     of k elements, and one of the whole result. Messages have one of a few static lengths, each √2
     times the one before. The worker with most to send decides which. Under ``check_vma=True`` the
     result is gathered once more, in parts, to type it as alike on all workers: ``(P-1)/P`` of its
-    words and ``3 log P`` messages.
+    words and ``3 log P`` messages, ``log P`` if it is dense.
 
     References:
       Renggli, SparCML thesis, 2017, section 3.3.3, "SSAR_Rec_Dbl", Figure 3.9, with the switch to

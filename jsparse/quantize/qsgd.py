@@ -23,8 +23,8 @@ class QSGD(Scaled):
     rounded alike. In dense messages, they depend on the seed, the step and the worker.
 
     Attributes:
-      levels: the number of steps from zero to the scale, s in the paper. A value takes a little
-        more than ``log2(2 levels + 1)`` bits.
+      levels: the number of steps from zero to the scale, s in the paper, from 1 to 32,768. A value
+        takes a little more than ``log2(2 levels + 1)`` bits.
       bucket: the number of values that share a scale; None for one scale for all values, as in
         TernGrad.
       scale: the scale of a bucket. ``"norm"`` is its Euclidean norm, as in the paper. ``"max"``
@@ -90,6 +90,9 @@ class TernGrad(QSGD):
 
     A value takes 1.6 bits. It is :class:`QSGD` with one level, and with the largest magnitude as
     scale. The paper has one scale for each layer: for that, pass ``scope="leaf"`` to the preset.
+
+    Attributes:
+      bucket, contract, seed: as in :class:`QSGD`; by default one scale for all values.
 
     References:
       Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep

@@ -29,9 +29,9 @@ class Rotated(Quantizer):
 
     Attributes:
       quantize: the quantizer of the rotated values, such as ``quantize.Int4()``.
-      block: the number of values in a block, a power of two; fewer values are padded with zeros to
-        a shorter block.
-      seed: of the signs.
+      block: the number of values in a block, a power of two, at least 2; fewer values are padded
+        with zeros to a shorter block.
+      seed: of the signs, at least 0.
 
     References:
       Suresh et al., Distributed Mean Estimation with Limited Communication, ICML 2017 (random

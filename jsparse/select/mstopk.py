@@ -23,8 +23,9 @@ class MSTopK(ByDensity):
     huge element:
 
     - The two halves of an interval have the same number of floats, and not the same width. So the
-      resolution is relative to the magnitude, and from N = 31 on the k-th magnitude is found
-      exactly. With N = 30, more than 99 % of the selected elements are among the k largest.
+      resolution is relative to the magnitude, and from N = 31 on (in float64 from 63 on) the k-th
+      magnitude is found exactly. With N = 30, more than 99 % of the selected elements are among
+      the k largest.
     - If fewer than k elements reach the mean, the search continues below it. If more than k
       elements are equal to the largest magnitude, it continues above it.
     - The window is not drawn at random. It moves on with the step, so that every element gets its

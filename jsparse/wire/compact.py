@@ -32,7 +32,8 @@ class Compact(Wire):
     Attributes:
       values: the layout of values: ``Exact()``, lossless, 4 bytes each for float32;
         ``quantize.BFloat16()``, 2 bytes each; ``quantize.Codebook(4)`` and ``Codebook(2)``, 4 and
-        2 bits; any other quantizer.
+        2 bits; any other quantizer. Those that round at random (``QSGD``, ``TernGrad``) need
+        ``contract=True`` beside error feedback.
 
     >>> x = SparseVector(jnp.array([2.0, 5.0]), jnp.array([1, 3]), 4)
     >>> Compact().encode(x, step=0).shape
