@@ -22,7 +22,7 @@ from examples.options import told
 from jsparse.bench.options import whole
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("file", type=pathlib.Path)
+parser.add_argument("file", type=pathlib.Path, help="examples in LIBSVM's format")
 parser.add_argument("--epochs", type=whole(1), default=10, help="default 10")
 args = parser.parse_args()
 size, rate = 100, 1.0  # Rows of a worker's batch, and the step size.

@@ -212,7 +212,7 @@ def plot(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits")
+    parser.add_argument("--data", choices=["digits", "mnist", "cifar10"], default="digits", help="default digits")
     parser.add_argument("--data-dir", type=pathlib.Path, help="directory of MNIST's or CIFAR-10's files")
     parser.add_argument(
         "--workers",

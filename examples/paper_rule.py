@@ -176,7 +176,7 @@ def simulate(task: Task, workers: int, args: argparse.Namespace, advance: Callab
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=["demo", "mlp", "mnist", "ptb"], default="demo")
+    parser.add_argument("--task", choices=["demo", "mlp", "mnist", "ptb"], default="demo", help="default demo")
     parser.add_argument(
         "--data-dir", type=pathlib.Path, help="directory that has a folder mnist or ptb with the standard files"
     )

@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument("--epochs", type=whole(1), help="epochs of training (default: 40 for digits, 3 for the others)")
     parser.add_argument("--batch", type=whole(1), default=16, help="examples a worker and step (default 16)")
-    parser.add_argument("--optimizer", choices=RATES, default="momentum")
+    parser.add_argument("--optimizer", choices=RATES, default="momentum", help="default momentum: SGD with 0.9")
     parser.add_argument(
         "--learning-rate",
         type=real(above=0),

@@ -283,7 +283,7 @@ ROWS = [
         oracles.parameter_server,
         sparse=False,
         bound=lambda n, k, size: 2 * n * (size - 1),
-        card=Card("dense through one worker, at once or some steps late", "`8n(P-1)`", "", "to compare"),
+        card=Card("dense through one worker, at once or some steps late", "`8n(P-1)`", "n a step late", "to compare"),
     ),
     Row(
         "a2sgd",

@@ -10,7 +10,19 @@ import optax
 import pytest
 from flax import nnx
 
-from examples.models import FNN, LSTM, VGG, Bert, DeepSpeech, Intent, LanguageModel, ResNet, Transformer, shapes
+from examples.models import (
+    FNN,
+    LSTM,
+    VGG,
+    Bert,
+    ConvNet,
+    DeepSpeech,
+    Intent,
+    LanguageModel,
+    ResNet,
+    Transformer,
+    shapes,
+)
 from examples.models.speech import edit_distance, look_ahead
 from examples.models.transformer import positions
 from jsparse.bench.nets import VGG16
@@ -26,6 +38,7 @@ def rngs() -> nnx.Rngs:
 PUBLISHED = {
     "fnn-3": (lambda: FNN((28, 28, 1), 200, rngs()), 199_210),
     "fnn-4096": (lambda: FNN((28, 28, 1), 4096, rngs()), 20_037_642),
+    "convnet": (lambda: ConvNet(28, 28, 1, rngs=rngs()), 421_642),
     "vgg-16": (lambda: VGG(rngs()), 14_728_266),
     "resnet-20": (lambda: ResNet(3, rngs()), 269_722),
     "resnet-110": (lambda: ResNet(18, rngs()), 1_727_962),

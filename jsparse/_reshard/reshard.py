@@ -84,16 +84,19 @@ def reshard(
 
     Returns:
       The state, placed as :func:`state_specs` says; with ``param_specs`` as :func:`train_step`
-      places it. For ``train_step(..., params="per_worker")``
-      pass the chain that ``train_step`` was given, and begin with the mean of the replicas:
+      places it. For ``train_step(..., params="per_worker")`` pass the chain that ``train_step``
+      was given, for ``local_steps(eager=True)`` its ``tx``. Both take the mean of the replicas, of
+      :func:`sync_params`, as parameters, and begin with it:
       ``step.init(mean)._replace(opt_state=...)``.
 
     Raises:
       ValueError: the mesh lacks the axis; the state does not belong to this chain and these
         parameters, or was donated; parts of the state belong to different numbers of workers; the
         state is of workers with other numbers of devices than ``before`` says, or of another
-        number of workers; or a shard becomes shorter than ``dense_below``, and has a residual; or
-        shards change, and a residual is not of single elements, as that of :func:`demo`.
+        number of workers; a whole TrainState is passed, or the chain holds :func:`over_mesh`; over
+        two levels the axes are in another order; or a shard becomes shorter than ``dense_below``,
+        and has a residual; or shards change, and a residual is not of single elements, as that of
+        :func:`demo`.
 
     Example::
 

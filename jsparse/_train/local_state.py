@@ -50,7 +50,8 @@ class LocalState(NamedTuple):
       inner: the inner optimizer's state, each worker's own.
       counts: what each worker did, :class:`Counts`.
       skipped: int32 scalar: inner steps of all workers so far that were not finite.
-      workers: each worker's own parameters; None if a round ends with the same ones everywhere.
+      workers: each worker's own parameters; None without fragments, ``overlap`` and ``merge``.
+        (With ``eager`` alone they are in ``TrainState.params``.)
       sync: the state of the synchronisation, for each fragment.
       outer: the outer optimizer's state, for each fragment.
       pending: with eager updates, for each fragment what each worker will tell in the next round,

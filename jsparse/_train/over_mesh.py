@@ -59,8 +59,8 @@ def worker_value_and_grad(
 
     Raises:
       ValueError: the mesh lacks the axis, or is None and parameters are placed on none; a
-        parameter is no array; a batch cannot be divided; or a leaf of ``aux`` has several axes for
-        the examples.
+        parameter is no array; ``specs`` are not of the form above; a batch cannot be divided; or a
+        leaf of ``aux`` has several axes for the examples.
 
     Example::
 
@@ -224,9 +224,11 @@ def over_mesh(preset: SparseAllReduce, mesh: Mesh, axis: AxisName, specs: Any = 
       has a part for each device, workers first, along its leading axis.
 
     Raises:
-      ValueError: ``preset`` is no preset, or its updates differ between workers; the mesh lacks
-        the axis, or has others and ``specs`` is missing. From ``init``: a parameter has no spec,
-        or is placed otherwise. From ``update``: gradients have no leading axis of P.
+      ValueError: ``preset`` is no preset, is over a mesh already or synchronises over other axes
+        than ``axis``, or its updates differ between workers; the mesh lacks the axis, or has
+        others and ``specs`` is missing; a spec names ``axis``, or an axis that the mesh lacks, or
+        is ``UNCONSTRAINED``. From ``init``: a parameter has no spec, or is placed otherwise. From
+        ``update``: gradients have no leading axis of P, or it is inside ``shard_map``.
 
     Warns:
       UserWarning: from ``init``: more than an eighth of the elements are in leaves that no axis

@@ -112,13 +112,16 @@ def local_steps(
 
     Returns:
       The round. Its state is a :class:`TrainState`. ``params`` are those of the outer optimizer,
-      alike on all workers; ``opt_state`` is a :class:`LocalState`. With fragments, ``overlap`` or
+      alike on all workers (with ``eager`` each worker's own, with a leading axis of P);
+      ``opt_state`` is a :class:`LocalState`. With fragments, ``overlap`` or
       ``merge``, workers go on from parameters of their own, which the latter holds.
 
     Raises:
-      ValueError: a number is out of range, or as for :func:`train_step`. And by ``init``:
-        ``inner`` holds an all-reduce, or ``sync`` holds none; a fragment has no parameters; a
-        parameter is not finite.
+      ValueError: a number is out of range; ``weights`` is no known choice; ``eager`` is with
+        ``overlap`` or ``merge``, or ``steps`` with MPI; or as for :func:`train_step`. And by
+        ``init``: ``inner`` holds an all-reduce, or ``sync`` holds none; ``sync`` does not fit
+        ``eager`` or ``weights``; a fragment has no parameters; a parameter is not finite. And by a
+        round: ``overlap`` is longer than what is between two fragments.
 
     References:
       Douillard et al., 2023 (DiLoCo), Algorithm 1; 2025 (Streaming DiLoCo), Algorithm 2; Kale et

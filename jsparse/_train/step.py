@@ -46,8 +46,9 @@ class Step:
           P.
 
         Raises:
-          ValueError: a parameter is no array; several processes begin with different parameters or
-            model states; or as :func:`jsparse.init`.
+          ValueError: a parameter is no array; several processes begin with different parameters
+            or, on a mesh, model states; a model state is missing, or not expected; or as
+            :func:`jsparse.init`.
         """
         return self._body.begin(params, model_state)
 
@@ -63,8 +64,9 @@ class Step:
             workers, as many as the others do, in the order of its devices in the mesh; or all pass
             global arrays, which are used as they are. Of :func:`local_steps`, the batches of a
             round: a leading axis for its steps, and then that of the examples.
-          key: a random key, a different one in each step. It is folded with the worker's rank and
-            the micro-batch's number. All processes pass the same key.
+          key: a random key, a different one in each step. It is folded with the worker's rank, the
+            micro-batch's number and, of :func:`local_steps`, the inner step's. All processes pass
+            the same key.
           extra: what ``loss_fn`` takes as ``extra``: a pytree, of which every worker is given all.
             It is not donated. All processes pass the same values.
 
@@ -72,8 +74,9 @@ class Step:
           The new state, and the mean loss or ``(loss, aux)``.
 
         Raises:
-          ValueError: the batch can't be divided, a key or ``extra`` is missing or not expected, or
-            the state was donated to a step before.
+          ValueError: the batch can't be divided, or, of rounds, has not ``every`` steps; a key or
+            ``extra`` is missing or not expected; the state is that of another number of workers or
+            of another form of rounds, or was donated to a step before.
         """
         check_not_donated(state, "the state")
         args, kwargs = self._checked(state, batch, key, extra)
@@ -85,14 +88,21 @@ class Step:
         """Lowers the step for these arguments, or their shapes, as jitted functions do.
 
         Call what it compiles to with the arguments that were given here, the key by its position.
-        It checks nothing. With several processes, pass it global arrays.
+        That checks nothing. With several processes, pass it global arrays.
+
+        Raises:
+          ValueError: as from a call.
         """
         return self.trace(state, batch, key, extra=extra).lower()
 
     def trace(
         self, state: TrainState, batch: Any, key: jax.Array | None = None, *, extra: Any = None
     ) -> jax.stages.Traced:
-        """Traces the step for these arguments, or their shapes, as jitted functions do."""
+        """Traces the step for these arguments, or their shapes, as jitted functions do.
+
+        Raises:
+          ValueError: as from a call.
+        """
         args, kwargs = self._checked(state, batch, key, extra)
         return self._run.trace(*args, **kwargs)
 
@@ -209,10 +219,11 @@ def train_step(
         parameters. Average them now and then with the step's ``sync_params``, and at the end with
         :func:`jsparse.sync_params`.
       model_state: what happens to the values that the model keeps beside parameters, such as
-        BatchNorm's statistics. ``"mean"``: they are averaged over the workers after each step; the
-        bytes for that are sent and counted. ``"per_worker"``: each worker keeps its own, and
-        leaves have a leading axis of P; random keys among them are made different. In a state that
-        is averaged, a random key is the same on all workers: use ``with_key`` for dropout.
+        BatchNorm's statistics. ``"mean"``: they are averaged over the workers after each step; of
+        the bytes for that :func:`traffic` tells, not ``stats``. ``"per_worker"``: each worker
+        keeps its own, and leaves have a leading axis of P; random keys among them are made
+        different. In a state that is averaged, a random key is the same on all workers: use
+        ``with_key`` for dropout.
       with_key: whether ``loss_fn`` takes a random key.
       with_extra: whether ``loss_fn`` takes inputs that are not cut up among the workers, such as a
         step's number or the parameters of a teacher: the step's ``extra``.
@@ -233,10 +244,16 @@ def train_step(
       The step.
 
     Raises:
-      ValueError: the mesh lacks the axis; ``micro_batches`` is not positive; specs are not of the
-        form above. From ``init``: ``tx`` does not synchronise, and parameters are replicated; or
-        processes begin with different ones; or parameters are in shards, and ``param_specs`` is
-        missing; or there is no mesh, and the axis is not bound.
+      ValueError: the mesh lacks the axis; ``micro_batches`` is not positive; ``params`` or
+        ``model_state`` is no known choice; ``batch_spec`` is without ``param_specs``, or these are
+        without a mesh, or not of the form above. From ``init``: ``tx`` does not synchronise, and
+        parameters are replicated, or it synchronises over other axes than ``axis``; processes
+        begin with different parameters; parameters are in shards, and ``param_specs`` is missing,
+        or lacks a leaf, or can't cut one; or there is no mesh, and the axis is not bound.
+
+    Warns:
+      UserWarning: from ``init``, with ``param_specs``: more than an eighth of the elements are in
+        leaves that no axis cuts, and go densely.
 
     Example::
 

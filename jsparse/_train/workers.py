@@ -141,9 +141,11 @@ def init(
 
     Raises:
       ValueError: the mesh lacks the axis, or there is no mesh and no Comm; a parameter is no
-        array; several processes have different parameters; or the chain would let replicas drift
-        apart: a state that differs between workers is not in :func:`jsparse.per_worker`, or,
-        without ``per_worker``, an update is not alike on all workers.
+        array, or in shards; several processes have different parameters; or the chain would let
+        replicas drift apart: a state that differs between workers is not in
+        :func:`jsparse.per_worker`, or, without ``per_worker``, an update is not alike on all
+        workers, or the all-reduce is within what may skip it, such as ``optax.MultiSteps`` or
+        ``apply_if_finite``.
     """
     check_arrays(params)
     return workers_of(mesh, axis).begin(tx, params, per_worker=per_worker)

@@ -111,6 +111,7 @@ class DataCache:
 
     Raises:
       TypeError, ValueError: an argument is wrong.
+      OSError: the system has no POSIX file locks.
     """
 
     def __init__(
