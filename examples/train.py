@@ -353,7 +353,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="NAME",
         help=f"one of {', '.join(MODELS)} (default convnet)",
     )
-    parser.add_argument("--data", choices=DATA, help="what it learns (default: digits, ptb, atis or an4)")
+    parser.add_argument("--data", choices=DATA, help="what it learns (default: what its model is for)")
     parser.add_argument("--data-dir", type=pathlib.Path, help="directory of the data's files; the digits need none")
     parser.add_argument(
         "--workers", type=int, help="workers of each process (default: 8 in one process, 1 in each of several)"

@@ -1,8 +1,8 @@
 """Puts faults into a copy of the code, one at a time, and shows those that the short tests miss.
 
 ``make mutants`` draws 60 lines of the rooms below, and changes an operator, a number or a
-condition in each. ``ARGS="300 --seed 7 --room wire"`` draws 300 others, from one room. A fault
-that is missed is harmless, or wants a test.
+condition in each. ``ARGS="300 --seed 7 --room _engine"`` draws 300 others, from one room, or as
+many as it has. A fault that is missed is harmless, or wants a test.
 """
 
 import argparse

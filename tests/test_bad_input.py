@@ -61,6 +61,7 @@ ARGUMENTS = [
     (lambda: jsparse.gtopk(AXIS, density=2.0), "density is 2.0"),
     (lambda: jsparse.dsar_split_allgather(AXIS, density=0.1, group=0), "group is 0"),
     (lambda: jsparse.qsgd(AXIS, levels=0), "levels is 0"),
+    (lambda: jsparse.qsgd(AXIS, levels=2**15), "levels is 32768"),
     (lambda: jsparse.qsgd(AXIS, bucket=0), "bucket is 0"),
     (lambda: quantize.QSGD(scale="mean"), "scale is 'mean'"),
     (lambda: quantize.Sign(-1), "bucket is -1"),

@@ -913,6 +913,8 @@ def test_plan_says_when_dense_wins(tmp_path, capsys):
     sends = {result["name"]: result["sends_bytes"] for result in figures["algorithms"]}
     assert [name for name, sent in sends.items() if not sent] == ["dense_hierarchical"]
     assert sends["torus"] == sends["dense"]
+    (a2sgd,) = (result for result in figures["algorithms"] if result["name"] == "a2sgd")  # It selects nothing.
+    assert a2sgd["step_ms"] == pytest.approx(100 + a2sgd["communication_ms"]["expected"])
 
 
 @pytest.mark.full

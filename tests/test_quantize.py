@@ -36,6 +36,7 @@ QUANTIZERS = [
     QSGD(),
     QSGD(1, 64),
     QSGD(7, None, "max"),
+    QSGD(2**15 - 1, None, "max"),
     QSGD(16, 512, contract=True),
     TernGrad(),
     Sign(),

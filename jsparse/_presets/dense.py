@@ -162,6 +162,9 @@ def a2sgd(comm: CommLike, *, per_leaf: bool = False) -> SparseAllReduce:
       A gradient transformation. Its updates have the shapes and types of the gradients, and differ
       between workers.
 
+    Raises:
+      ValueError: as from :func:`sparse_allreduce`.
+
     **Cost**: ``4 (P-1)/P`` words (a sum of two words, 64 bits) and ``2 log P`` messages a worker;
     with ``per_leaf`` as many words for each leaf.
 
@@ -191,6 +194,9 @@ def torus(inter: CommLike, intra: CommLike) -> SparseAllReduce:
 
     Returns:
       A gradient transformation.
+
+    Raises:
+      ValueError: both levels are the same axis; and as from :func:`sparse_allreduce`.
 
     **Cost**, with m nodes of g workers: inside a node ``2n (g-1)/g`` words and ``2 log g``
     messages a worker, between nodes ``2n/g (m-1)/m`` words and ``2 log m`` messages.

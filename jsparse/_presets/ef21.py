@@ -71,7 +71,9 @@ def ef21_changes(
       ``(n,)`` on a worker.
 
     Raises:
-      ValueError: an argument is out of range.
+      TypeError: an option is not known.
+      ValueError: an argument is out of range, or ``error_feedback`` is not the default's; and as
+        from :func:`sparse_allreduce`.
 
     **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a
     worker.
@@ -130,7 +132,9 @@ def ef21(
       estimate, alike on all workers. A step that is not finite changes neither.
 
     Raises:
-      ValueError: an argument is out of range.
+      TypeError: an option is not known.
+      ValueError: an argument is out of range, or ``error_feedback`` is not the default's; and as
+        from :func:`sparse_allreduce`.
 
     **Cost**: that of the all-reduce; with the default ``2k (P-1)`` words and ``log P`` messages a
     worker.

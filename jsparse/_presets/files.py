@@ -49,10 +49,10 @@ def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, Com
     """Makes the transformation that a file describes, such as one that ``jsparse tune`` wrote.
 
     The file is JSON. It has the version of the format, the name of a preset (whole optimizers and
-    :func:`phases` are none), and the preset's
-    options by name. Selectors, wires, quantizers and all-reduces are objects with one key, the
-    name of the part; its value has the part's options by name. An option that is left out has its
-    default. Other keys of the file, such as the measurements of ``tune``, are ignored::
+    :func:`phases` are none), and the preset's options by name. Selectors, wires, quantizers,
+    all-reduces and an ErrorFeedback are objects with one key, the name of the part; its value has
+    the part's options by name. An option that is left out has its default. Other keys of the file,
+    such as the measurements of ``tune``, are ignored::
 
       {"jsparse": 1, "preset": "oktopk",
        "options": {"density": 0.01,
@@ -67,6 +67,7 @@ def from_file(path: str | os.PathLike[str], comm: CommLike | tuple[CommLike, Com
       The preset's gradient transformation.
 
     Raises:
+      OSError: the file can't be read.
       ValueError: the file is not such JSON, or has another version, or names something that does
         not exist; an option is out of range; ``comm`` does not have the form that the preset
         needs.

@@ -93,8 +93,9 @@ def reshard(
       ValueError: the mesh lacks the axis; the state does not belong to this chain and these
         parameters, or was donated; parts of the state belong to different numbers of workers; the
         state is of workers with other numbers of devices than ``before`` says, or of another
-        number of workers; a whole TrainState is passed, or the chain holds :func:`over_mesh`; over
-        two levels the axes are in another order; or a shard becomes shorter than ``dense_below``,
+        number of workers; a whole TrainState is passed, or the chain holds :func:`over_mesh`, or,
+        with ``param_specs``, :func:`sharded`; two arrays of the state have the same path; over two
+        levels the axes are in another order; or a shard becomes shorter than ``dense_below``,
         and has a residual; or shards change, and a residual is not of single elements, as that of
         :func:`demo`.
 

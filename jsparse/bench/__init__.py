@@ -1,7 +1,8 @@
 """The benchmarks of ``jsparse bench``, the PyTorch workers they compare with, and their data.
 
 ``select``, ``pto``, ``data``, ``network``, ``profile`` and ``train`` are the benchmarks, each in
-the module of its name. Only the command line imports this package; the library does not.
+the module of its name. The command line and the examples import this package; the library does
+not.
 """
 
 import argparse

@@ -53,7 +53,10 @@ def load_images(name: str, directory: pathlib.Path | None = None) -> Images:
 
 
 def _digits() -> Images:
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ValueError("the digits are scikit-learn's: pip install scikit-learn") from error
 
     digits: Any = load_digits()
     x = (digits.images / 16).astype(np.float32)[..., None]

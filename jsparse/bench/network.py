@@ -1,5 +1,7 @@
 """``jsparse bench network``: times one synchronisation over slow links, in every form.
 
+Forms of two levels, and of pairs, are measured where the hosts can be grouped so.
+
 The hosts are processes of this machine, each with a network of its own, like those of ``jsparse
 network``. The forms are measured one after the other. All hosts begin each step together, and a
 step's time is that of the slowest host; the table shows the median of some steps.

@@ -17,7 +17,8 @@ A step has three parts. The first two are measured by themselves, on all hosts a
 by ``--resume`` with the forms that the file lacks.
 
 The net is the one that the SparCML thesis trains on MNIST, with two hidden layers of 4,096; VGG-16
-or ResNet-20 for images of 32 x 32; or LSTM-PTB for words. Needs Linux, root and Flax.
+or ResNet-20 for images of 32 x 32; or LSTM-PTB for words. Needs Linux, root and Flax, for
+the digits scikit-learn, too.
 """
 
 import argparse
@@ -47,7 +48,10 @@ SHADES = ("0.85", "0.6", "0.3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    form = f"train with this form of jsparse bench network, beside dense; repeatable (default: {'; '.join(DEFAULT)})"
+    form = (
+        "train with this form of jsparse bench network, of one level and jsparse's own, beside dense; repeatable "
+        f"(default: {'; '.join(DEFAULT)})"
+    )
     add_job_options(parser, form=form)
     parser.add_argument("--net", choices=NETS, default="dense", help="net to train (default dense)")
     parser.add_argument(

@@ -159,7 +159,7 @@ def forecast(
             found = cost.bandwidth(name, *lengths, workers, alpha, budget, **options)
             return found if math.isfinite(found) else None
 
-        selecting = 0 if name in cost.DENSE + cost.ROUNDING else selection_time
+        selecting = 0 if name in NOT_SPARSE else selection_time
         budgets = [rounds.budget(step_time / 1e3, part) - selecting / 1e3 / parts for part in UTILISATIONS]
         results.append(
             {

@@ -85,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / n (default 0.01)")
     parser.add_argument(
-        "--step-time", type=real(0), metavar="MS", help="time of a step without communication, in ms (default 0)"
+        "--step-time",
+        type=real(0),
+        metavar="MS",
+        help="time of a step without communication, in ms (default: the model's, or 0 without one)",
     )
     parser.add_argument(
         "--candidates",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ._base import Scaled, bucket_length, row_maximum, share, total
 
-MOST_LEVELS = 2**15
+MOST_LEVELS = 2**15 - 1  # Two digits fill a word.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,9 @@ class QSGD(Scaled):
     rounded alike. In dense messages, they depend on the seed, the step and the worker.
 
     Attributes:
-      levels: the number of steps from zero to the scale, s in the paper, from 1 to 32,768. A value
-        takes a little more than ``log2(2 levels + 1)`` bits.
+      levels: the number of steps from zero to the scale, s in the paper, from 1 to 32,767. A value
+        takes ``32 / d`` bits, where d digits to the base ``2 levels + 1`` fit into 32 bits: 3.2
+        bits with 4 levels, 16 with 1,000.
       bucket: the number of values that share a scale; None for one scale for all values, as in
         TernGrad.
       scale: the scale of a bucket. ``"norm"`` is its Euclidean norm, as in the paper. ``"max"``

@@ -72,7 +72,8 @@ class FixedThreshold(AboveThreshold):
 
     Attributes:
       threshold: at least 0.
-      density: the buffer's length divided by n, above 0 and at most 1.
+      density: the buffer's length divided by n, above 0 and at most 1. With 1 there is room for
+        all elements, and all are selected, whatever the threshold is.
     """
 
     threshold: float
