@@ -68,10 +68,10 @@ def local_steps(
     these over the workers, and ``outer`` takes a step with the mean as its gradient. Its result is
     set on all workers, so that replicas agree to the bit, and the next round begins with it.
 
-    A step is skipped on that worker alone if its gradient is not finite, or if it would make
-    finite parameters, or a finite model state, infinite or NaN. A worker without a finite step
-    contributes nothing to the mean. If there is no such step on any worker, or the mean is not
-    finite, ``sync``, the outer optimizer and what they change stay as they were.
+    A step is skipped on that worker alone if its gradient, or what it makes of the parameters, is
+    not finite, or if it would make a finite model state infinite or NaN. A worker without a finite
+    step contributes nothing to the mean. If there is no such step on any worker, or the mean is
+    not finite, ``sync``, the outer optimizer and what they change stay as they were.
 
     Args:
       loss_fn: a worker's loss, as for :func:`train_step`.
@@ -374,7 +374,7 @@ class _Round(Body):
         kept, report, grads = self.gradients(carry.params, carry.kept, _at(batch, number), key, extra)
         updates, inner = self.rounds.inner.update(grads, carry.inner, carry.params, value=report[0])
         params = optax.apply_updates(carry.params, updates)
-        taken = finite(grads) & ~spoilt((carry.params, carry.kept), (params, kept)) & wanted
+        taken = finite((grads, params)) & ~spoilt(carry.kept, kept) & wanted
         params, inner, kept = chosen(taken, (params, inner, kept), (carry.params, carry.inner, carry.kept))
         one = jnp.asarray(taken, jnp.int32)
         counts = Counts(carry.counts.taken + one, carry.counts.since + one)
