@@ -709,6 +709,12 @@ def write_mnist(directory: pathlib.Path, count: int = 3) -> None:
     (directory / "t10k-labels-idx1-ubyte").write_bytes(labels)
 
 
+def test_digits_without_their_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
+        load_images("digits")
+
+
 def test_mnist_files(tmp_path):
     write_mnist(tmp_path)
     images = load_images("mnist", tmp_path)

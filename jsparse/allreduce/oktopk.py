@@ -103,8 +103,7 @@ class OkTopk(AllReduce):
       balance_above: the largest part, in k/P and at least 1, that is gathered as it is. If a part
         is longer, the parts are balanced first. With None a step balances where that saves more
         than an eighth of the words. 4.0 is the paper's rule, with which the bound below does not
-        hold.
-        ``math.inf`` never balances.
+        hold. ``math.inf`` never balances.
 
     **Cost**: at most ``8k (P-1)/P + 16P + 512`` words for float32 values at full width, in every
     step; ``P - 1 + 2 log P`` messages, to balance ``P - 1 + log P`` more, in the first step

@@ -17,8 +17,8 @@ A step has three parts. The first two are measured by themselves, on all hosts a
 by ``--resume`` with the forms that the file lacks.
 
 The net is the one that the SparCML thesis trains on MNIST, with two hidden layers of 4,096; VGG-16
-or ResNet-20 for images of 32 x 32; or LSTM-PTB for words. Needs Linux, root and Flax, for
-the digits scikit-learn, too.
+or ResNet-20 for images of 32 x 32; or LSTM-PTB for words. Needs Linux, root and Flax; the digits
+need scikit-learn, too.
 """
 
 import argparse

@@ -107,6 +107,9 @@ def link(gbit: float, microseconds: float) -> tuple[float, float]:
     Returns:
       Seconds for a message, and seconds for a word of 4 bytes.
 
+    Raises:
+      ValueError: a number is out of range.
+
     >>> link(1, 50)
     (5e-05, 3.2e-08)
     """
@@ -333,6 +336,9 @@ def choose(
 
     Returns:
       One of ``ALGORITHMS``. If several take the same time, it is the first of them.
+
+    Raises:
+      ValueError: as from :func:`predict`.
 
     >>> choose(25_000_000, 25_000, 32, *link(1, 50))
     'oktopk'
