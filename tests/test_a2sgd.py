@@ -525,6 +525,9 @@ def test_other_wrong_uses_are_refused():
     plain = jsparse.train_step(loss_fn, optax.chain(jsparse.dense(AXIS), optax.sgd(0.1)), mesh, AXIS)
     with pytest.raises(ValueError, match="alike on all workers"):
         plain.sync_params(plain.init(params()))
+    rows = plain.init({"w": np.zeros((SIZE, 7), np.float32)})
+    with pytest.raises(ValueError, match="alike on all workers"):
+        jsparse.sync_params(rows, AXIS, mesh=mesh)
     with pytest.raises(ValueError, match=r"Wrap the whole chain in jsparse\.per_worker"):
         jsparse.init(tx, params(), mesh, AXIS, per_worker=True)
     with pytest.raises(ValueError, match=r"\['v'\] has shape \(7,\); parameters of 4 workers"):

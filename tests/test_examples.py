@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.axes
 import numpy as np
 import pytest
 from flax import nnx
@@ -890,6 +891,31 @@ def test_plan_of_rounds(capsys):
 
 
 @pytest.mark.full
+def test_plan_draws_what_it_tells(tmp_path, monkeypatch, capsys):
+    """The times of a round with all its fragments."""
+    drawn, draw = {}, matplotlib.axes.Axes.plot
+
+    def plot(self, x, y, *args, label, **options):
+        drawn[label] = dict(zip(x, y, strict=True))
+        return draw(self, x, y, *args, label=label, **options)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", plot)
+    rounds = ["--workers", "4", "--every", "30", "--fragments", "10", "--step-time", "10"]
+    cli.main([*PLAN, *rounds, "--plot", str(tmp_path / "x.png"), "--json", "-"])
+    for result in json.loads(capsys.readouterr().out)["algorithms"]:
+        if result["name"] in drawn:
+            assert drawn[result["name"]][4] == pytest.approx(result["communication_ms"]["expected"])
+    assert {"dense", "oktopk"} <= set(drawn)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", [["--workers", "1"], ["--workers", "4", "--bandwidth", "inf", "--latency", "0"]])
+def test_plan_where_dense_sums_take_no_time(cluster, capsys):
+    cli.main([*PLAN, *cluster, "--selection-time", "3"])
+    assert "Dense wins" in capsys.readouterr().out
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("bandwidth", ["0.1", "1", "100"])
 def test_plan_advises_rounds_of_the_right_length(bandwidth, capsys):
     """Where most of a step is communication, and so that a fifth of a round's time is."""
@@ -984,6 +1010,7 @@ def test_plan_of_a_sharded_model(tmp_path, capsys):
         ([*PLAN, "--overlap", "-1"], "argument --overlap: it is -1"),
         ([*PLAN, "--every", "0"], "argument --every: it is 0"),
         ([*PLAN, "--gpus-per-node", "5"], "32 workers do not fill nodes of 5"),
+        (["bench", "network", "--hosts", "3", "--form", "hitopk"], "needs workers in groups"),
         ([*PLAN, "--gpus-per-node", "0"], "argument --gpus-per-node: it is 0"),
         ([*PLAN, "--shards", "0"], "argument --shards: it is 0"),
         ([*PLAN, "--shards", "3", "--gpus-per-node", "4"], "choose shards that divide 4"),

@@ -9,11 +9,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
 import jsparse
 import transports
+from jsparse._share.elementwise import mixing_primitive
 from jsparse._share.parts import share_out
 from jsparse._share.trust_ratio import cut
 from jsparse.bench.pto import resnet50
@@ -478,6 +480,22 @@ def test_mixing_optimizers_are_refused(name: str):
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match=r"mixes elements, by '.*Put what takes norms"):
             updated_once(jsparse.sharded(MIXING[name], AXIS))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.linalg.inv(x),
+        lambda x: jnp.linalg.qr(x)[0],
+        lambda x: lax.pad(x, 0.0, [(1, -1, 0), (0, 0, 0)]),
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME"),
+        lambda x: lax.top_k(x, 4)[0],
+        lambda x: x[::-1],
+    ],
+    ids=["inv", "qr", "pad", "window", "top_k", "reversed"],
+)
+def test_what_keeps_a_shape_may_mix(fn):
+    assert mixing_primitive(fn, jnp.ones((4, 4)))
 
 
 # Traffic.

@@ -115,10 +115,19 @@ def test_parameters_whose_paths_are_alike_are_refused():
 
 
 def test_what_is_not_finite_stays_where_it_is():
-    rows = np.array([[np.nan, np.inf, 1.0], [1.0, 1.0, 1.0]], np.float32)
-    dealt = redistribute(rows, 3, 2, 3)
-    assert not np.isfinite(dealt[:, :2]).all(0).any()
-    np.testing.assert_array_equal(dealt[:, 2], [1.0, 1.0, 1.0])
+    """The new rows that cover it are not finite. The others are the means of what they cover."""
+    rows = np.array([[np.nan, np.inf, 1.0, np.inf], [1.0, 2.0, 1.0, np.inf]], np.float32)
+    nan, inf = np.nan, np.inf
+    np.testing.assert_array_equal(redistribute(rows, 3, 2, 3), [[nan, inf, 1, inf], [nan, inf, 1, inf], [1, 2, 1, inf]])
+    four = np.array([[nan], [1], [2], [3]], np.float32)
+    np.testing.assert_array_equal(redistribute(four, 2, 4, 2), [[nan], [2.5]])
+
+
+def test_values_of_unlike_size_stay_finite():
+    rows = np.array([[1.0, 1e-3], [1e-300, 0.0], [1e300, 1e-320]])
+    dealt = redistribute(rows, 2, 3, 2)
+    assert np.isfinite(dealt).all()
+    np.testing.assert_allclose(dealt.sum(0), rows.sum(0) * 2 / 3)
 
 
 @pytest.mark.full

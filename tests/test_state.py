@@ -210,6 +210,10 @@ def test_a_transform_survives_copying():
         jsparse.init(copied, transports.zeros(), transports.mesh(2), AXIS)
 
 
+# Its state is a number of Python's.
+COUNTING = optax.GradientTransformation(lambda _: {"count": 0}, lambda u, s, _=None: (u, {"count": s["count"] + 1}))
+
+
 @pytest.mark.full
 def test_chains_that_are_fine_are_not_refused():
     mesh = transports.mesh(2)
@@ -221,7 +225,10 @@ def test_chains_that_are_fine_are_not_refused():
         optax.chain(jsparse.oktopk(AXIS, density=0.1), optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)),
         optax.named_chain(("clip", optax.clip(1.0)), ("sync", jsparse.oktopk(AXIS, density=0.1))),
         optax.chain(optax.masked(optax.set_to_zero(), {n: n == "b" for n in transports.SHAPES}), jsparse.dense(AXIS)),
+        optax.chain(COUNTING, jsparse.oktopk(AXIS, density=0.1), COUNTING),
         jsparse.oktopk(AXIS, density=0.1),
     ):
         state = jsparse.init(tx, transports.zeros(), mesh, AXIS)
         assert jsparse.stats(state).step.shape == (2,)
+        state = jsparse.reshard(tx, state, transports.zeros(), transports.mesh(3), AXIS)
+        assert jsparse.stats(state).step.shape == (3,)

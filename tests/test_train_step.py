@@ -313,6 +313,9 @@ def test_two_all_reduces_for_different_parameters():
     ("make", "call", "message"),
     [
         ({"axis": "rows"}, None, "the mesh has axes"),
+        ({"axis": ()}, None, "name an axis"),
+        ({"axis": (AXIS, AXIS)}, None, "each once"),
+        ({"tx": jsparse.dense("other")}, lambda step: step.init(params()), "'other' is not bound here, where the axes"),
         ({"mesh": None}, lambda step: step.init(params()), "is not bound here"),
         ({"micro_batches": 0}, None, "micro_batches is 0"),
         ({"model_state": "sum"}, None, "model_state is 'sum'"),
@@ -321,7 +324,7 @@ def test_two_all_reduces_for_different_parameters():
         ({}, lambda step: step.init(params(), {"mean": jnp.zeros(3)}), "init was given a model state"),
         ({"model_state": "mean"}, lambda step: step.init(params()), "init was given no model state"),
         ({}, lambda step: step(step.init(params()), (np.zeros((0, 5)), np.zeros(0))), "positive multiple"),
-        ({}, lambda step: step(step.init(params()), (data()[0], 3.0)), "has shape ()"),
+        ({}, lambda step: step(step.init(params()), (data()[0], 3.0)), r"\[1\] has shape \(\);"),
         ({"with_key": True}, lambda step: step(step.init(params()), data()), "with_key=True"),
         ({"tx": optax.sgd(0.1)}, lambda step: step.init(params()), "no all-reduce has made alike"),
         (
@@ -335,3 +338,29 @@ def test_bad_input_is_refused(make, call, message: str):
     arguments = {"tx": chain(), "mesh": transports.mesh(SIZE), "axis": AXIS} | make
     with pytest.raises(ValueError, match=message):
         call(jsparse.train_step(loss_fn, **arguments)) if call else jsparse.train_step(loss_fn, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "returned", "message"),
+    [
+        ({"has_aux": True}, lambda loss, _: loss, r"returned a \w+ where \(loss, aux\)"),
+        ({"has_aux": True}, lambda loss, _: (loss, {"name": "x"}), "'name'.* of aux is 'x'"),
+        ({"has_aux": True}, lambda loss, _: (loss, jax.random.key(0)), "which has no mean"),
+        ({"model_state": "mean"}, lambda loss, _: loss, r"where \(loss, model_state\)"),
+        ({"model_state": "mean"}, lambda loss, kept: (loss, kept, 1), "tuple of 3"),
+        ({"model_state": "mean"}, lambda loss, kept: (loss, None), "return the same structure"),
+        ({"model_state": "mean"}, lambda loss, kept: (loss, kept | {"new": 1.0}), "return the same structure"),
+        ({"model_state": "mean"}, lambda loss, _: (loss, {"m": jnp.zeros((4, 3))}), r"returned it with shape \(4, 3\)"),
+        ({"model_state": "mean"}, lambda loss, _: (loss, {"m": 0.0}), r"with shape \(\)"),
+        ({"model_state": "mean", "has_aux": True}, lambda loss, kept: (loss, kept), "dict where"),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_a_loss_returns_is_checked(make, returned, message: str, micro_batches: int):
+    def loss(params, batch, model_state=None):
+        return returned(loss_fn(params, batch), model_state)
+
+    step = jsparse.train_step(loss, chain(), transports.mesh(SIZE), AXIS, micro_batches=micro_batches, **make)
+    state = step.init(params(), {"m": jnp.zeros(3)} if "model_state" in make else None)
+    with pytest.raises(ValueError, match=message):
+        step(state, data())

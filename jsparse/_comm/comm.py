@@ -219,6 +219,12 @@ class AxisComm:
         try:
             return about(self.axis)
         except NameError as error:
+            bound = jax.sharding.get_abstract_mesh().manual_axes
+            if bound:
+                raise ValueError(
+                    f"the axis {self.axis!r} is not bound here, where the axes are {bound}: give the transformation "
+                    "the axis of the loop or step that it is in"
+                ) from error
             raise ValueError(
                 f"the axis {self.axis!r} is not bound here: call inside jax.shard_map, jax.pmap or jax.vmap over an "
                 "axis of that name. To initialise a state outside, use jsparse.init(tx, params, mesh, axis); for a "
@@ -262,10 +268,12 @@ CommLike: TypeAlias = str | tuple[str, ...] | Comm
 def as_comm(comm: CommLike) -> Comm:
     """The Comm that an axis name, a tuple of axis names, or a Comm stands for."""
     if isinstance(comm, tuple):
-        if comm and all(isinstance(name, str) for name in comm):
+        if comm and all(isinstance(name, str) for name in comm) and len(set(comm)) == len(comm):
             return AxisComm(comm)
     elif isinstance(comm, str):
         return AxisComm(comm)
     elif hasattr(comm, "all_to_all"):
         return comm
-    raise ValueError(f"comm is {comm!r}; pass a mesh axis name, a tuple of them, or a Comm such as jsparse.AxisComm")
+    raise ValueError(
+        f"comm is {comm!r}; pass a mesh axis name, a tuple of unlike names, or a Comm such as jsparse.AxisComm"
+    )

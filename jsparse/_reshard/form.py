@@ -103,7 +103,8 @@ class Site:
             if placement is not None:
                 check_whole_optimizer(state)
             begun = [note for own in states_in(state) for note in notes if note.state.step is own.step]
-            found.append(Form(jax.tree.map(lambda x: Local(jnp.shape(x), x.dtype, varying_axes(x)), state), begun))
+            local = jax.tree.map(lambda x: Local(jnp.shape(x), jax.typeof(x).dtype, varying_axes(x)), state)
+            found.append(Form(local, begun))
             return jnp.zeros(())
 
         everywhere, manual = PartitionSpec(), set(axes) - set(within)

@@ -19,6 +19,8 @@ def redistribute(rows: np.ndarray, size: int, before: int, after: int) -> np.nda
     bit that is set in the old rows or in the new sum. So the differences add up to that sum
     exactly if they are representable, as differences of integers are, and otherwise to rounding.
 
+    Of a value that is not finite only the new rows know that cover its row.
+
     Args:
       rows: shape ``(old size, n)``, floats.
       size: how many new rows to make.
@@ -32,10 +34,13 @@ def redistribute(rows: np.ndarray, size: int, before: int, after: int) -> np.nda
     if size % old == 0 and size * before == old * after:
         return rows[np.arange(size) * old // size]
     result = np.empty((size, rows.shape[1]), rows.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # A given value that is not finite stays so.
+    with np.errstate(over="ignore", invalid="ignore"):  # Given values may be infinite or NaN.
         for begin in range(0, rows.shape[1], CHUNK):
             part = slice(begin, begin + CHUNK)
             _deal(rows[:, part], result[:, part], before, after)
+            spoilt = begin + np.flatnonzero(~np.isfinite(rows[:, part]).all(0))
+            if spoilt.size:
+                result[:, spoilt] = _means(rows[:, spoilt], size, before, after)
     return result
 
 
@@ -50,10 +55,21 @@ def _deal(rows: np.ndarray, result: np.ndarray, before: int, after: int) -> None
         passed = passed + wide[begun:end].sum(0)
         begun = end
         reached = passed * size + wide[end] * rest if rest else passed * size
-        reached = np.rint((reached * after / (before * size)) / unit) * unit
+        reached = reached * after / (before * size)
+        units = reached / unit  # From 2**53 on it is whole, or too large for a float.
+        reached = np.where(np.abs(units) < 2.0**53, np.rint(units) * unit, reached)
         # What rounding loses here is not added to the next row, which may be far smaller.
         row[:] = reached - given
         given = reached
+
+
+def _means(rows: np.ndarray, size: int, before: int, after: int) -> np.ndarray:
+    """The same without running sums: of each new row from those alone that it covers."""
+    new, old = np.arange(size)[:, None] * len(rows), np.arange(len(rows)) * size
+    overlap = np.minimum(new + len(rows), old + size) - np.maximum(new, old)
+    wide = rows.astype(np.float64)
+    sums = [(wide[parts > 0] * parts[parts > 0, None]).sum(0) for parts in overlap]
+    return (np.stack(sums) * after / (before * size)).astype(rows.dtype)
 
 
 def _last_bit(x: np.ndarray) -> np.ndarray:

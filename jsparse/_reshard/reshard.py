@@ -115,7 +115,7 @@ def reshard(
         )
     check_not_donated(opt_state)
     names = (axis,) if isinstance(axis, str) else axis
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype), params)
     site = Site(mesh.shape, names, None if param_specs is None else Placement.of(mesh, axis, param_specs))
     source = site if before is None else Site.of(before, names)
     named = [(path, leaf) for path, leaf in _paths(opt_state) if jnp.size(leaf)]

@@ -6,29 +6,25 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from .._comm.collectives import COLLECTIVES
-
-# Primitives that may keep a shape but still mix elements; and how the names of further ones begin.
-MIXING = {
-    *COLLECTIVES,
-    "cholesky",
-    "dot_general",
-    "dynamic_update_slice",
-    "fft",
-    "gather",
-    "pure_callback",
-    "rev",
-    "sort",
-    "transpose",
-    "triangular_solve",
+# Primitives of which an element of the result depends on the same element of each argument alone.
+# The others may mix elements, even if they keep the shape.
+POINTWISE = {
+    *("abs", "ceil", "clamp", "conj", "convert_element_type", "floor", "imag", "max", "min", "neg", "real", "round"),
+    *("add", "add_any", "div", "integer_pow", "mul", "pow", "rem", "sign", "square", "sqrt", "rsqrt", "cbrt", "sub"),
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "erf", "erf_inv", "erfc", "lgamma", "digamma"),
+    *("bessel_i0e", "bessel_i1e", "igamma", "igammac", "polygamma", "regularized_incomplete_beta", "zeta"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+    *("eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to", "is_finite", "select_n", "complex"),
+    *("and", "or", "not", "xor", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
+    *("bitcast_convert_type", "clz", "nextafter", "population_count", "reduce_precision"),
+    *("copy", "copy_p", "name", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient"),
 }
-MIXING_FAMILIES = ("cum", "scatter")
 # Primitives that change a shape but do not mix elements.
 RESHAPING = {"reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
 
 
 def mixing_primitive(fn: Callable[..., Any], *args: Any) -> str | None:
-    """The first primitive in a function that mixes the elements of its array arguments.
+    """The first primitive in a function that may mix the elements of its array arguments.
 
     A primitive that draws random numbers counts, too. Scalars among the arguments may be mixed
     with everything.
@@ -87,4 +83,4 @@ def _mixes(eqn: core.JaxprEqn, name: str, given: Sequence[bool]) -> bool:
     if name in RESHAPING:
         sizes = {tuple(length for length in shape if length != 1) for shape in before | after}
         return len(sizes) > 1
-    return name in MIXING or name.startswith(MIXING_FAMILIES) or len(before | after) > 1
+    return name not in POINTWISE or len(before | after) > 1

@@ -62,18 +62,63 @@ class Loss:
     with_extra: bool
 
     def __call__(self, params: Any, batch: Any, model_state: Any, key: Any, extra: Any) -> tuple[Any, tuple[Any, Any]]:
-        """Returns ``(loss, (model_state, aux))``. What the function does not return is None."""
+        """Returns ``(loss, (model_state, aux))``. What the function does not return is None.
+
+        Raises:
+          ValueError: the function returns something else than it should.
+        """
         kwargs = {"model_state": model_state} if self.has_model_state else {}
         if self.with_key:
             kwargs["key"] = key
         if self.with_extra:
             kwargs["extra"] = extra
         out = self.fn(params, batch, **kwargs)
-        if self.has_model_state:
-            loss, rest = out
-            return loss, rest if self.has_aux else (rest, None)
-        loss, aux = out if self.has_aux else (out, None)
-        return loss, (None, aux)
+        if not self.has_model_state:
+            loss, aux = _pair(out, "(loss, aux)") if self.has_aux else (out, None)
+            return loss, (None, _numbers(aux))
+        if not self.has_aux:
+            loss, kept = _pair(out, "(loss, model_state)")
+            return loss, (_alike(model_state, kept), None)
+        form = "(loss, (model_state, aux))"
+        loss, rest = _pair(out, form)
+        kept, aux = _pair(rest, form)
+        return loss, (_alike(model_state, kept), _numbers(aux))
+
+
+def _pair(out: Any, form: str) -> Any:
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out
+    what = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list) else type(out).__name__
+    raise ValueError(
+        f"loss_fn returned a {what} where {form} is expected: return that, or make the step with another has_aux or "
+        "model_state"
+    )
+
+
+def _numbers(aux: Any) -> Any:
+    """The metrics. They are refused if they have no mean."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else type(leaf)
+        if dtype not in (bool, int, float, complex) and not jnp.issubdtype(dtype, jnp.number):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} of aux is {leaf!r}, which has no mean: return numbers alone as aux"
+            )
+    return aux
+
+
+def _alike(before: Any, after: Any) -> Any:
+    """The new model state. It is refused if it has not the structure and the shapes of the old."""
+    olds, news = jax.tree.structure(before), jax.tree.structure(after)
+    if olds != news:
+        raise ValueError(f"loss_fn was given a model state {olds}, and returned {news}: return the same structure")
+    after = jax.tree.map(jnp.asarray, after)
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if old.shape != new.shape:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} of the model state has shape {old.shape}, and loss_fn returned it "
+                f"with shape {new.shape}: return the same shapes"
+            )
+    return after
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,10 @@ def check_axis(mesh: Mesh, axis: AxisName | Comm) -> AxisName:
         raise ValueError(
             f"the axis is {axis!r}; with a mesh, name its axis, or a tuple of its axes; a Comm needs mesh=None"
         )
-    missing = [name for name in ((axis,) if isinstance(axis, str) else axis) if name not in mesh.axis_names]
+    names = (axis,) if isinstance(axis, str) else axis
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"the axis is {axis!r}: name an axis of the mesh, or a tuple of several, each once")
+    missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise ValueError(f"the mesh has axes {mesh.axis_names}, and not {missing[0]!r}: name one of its axes")
     return axis
@@ -157,7 +160,8 @@ def _remembers(state: Any) -> bool:
         return _remembers(state.inner_state)
     children = _children(state)
     if children and children[0] is state:
-        return jnp.issubdtype(state.dtype, jnp.inexact) or state.dtype == bool
+        dtype = state.dtype if hasattr(state, "dtype") else jnp.result_type(state)
+        return jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jnp.bool_)
     return any(_remembers(child) for child in children)
 
 

@@ -55,7 +55,8 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
 
     Raises:
       ValueError: the axis is not bound and there is no ``mesh``; or the ``mesh`` lacks the axis;
-        or, with ``mesh``, a leaf has no leading axis of P.
+        or, with ``mesh``, a leaf has no leading axis of P, or the TrainState's parameters are
+        alike on all workers.
 
     **Cost**: ``2n (P-1)/P`` words and ``2 log P`` messages a worker.
 
@@ -69,6 +70,11 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
     """
     if isinstance(params, TrainState):
         params = params.params
+        if mesh is not None and any(_on_all(leaf) for leaf in jax.tree.leaves(params)):
+            raise ValueError(
+                "this state's parameters are alike on all workers, so there is nothing to average: sync_params is for "
+                'train_step(..., params="per_worker")'
+            )
         if mesh is None and not isinstance(as_comm(comm), AxisComm):
             return averaging(None, as_comm(comm))(params)
     if mesh is None:
@@ -81,6 +87,11 @@ def sync_params(params: Any, comm: CommLike, *, mesh: Mesh | None = None) -> Any
                 f'a leading axis of {workers}, as train_step(..., params="per_worker") keeps them'
             )
     return averaging(mesh, comm)(params)
+
+
+def _on_all(leaf: Any) -> bool:
+    """Whether several devices have all of an array."""
+    return isinstance(leaf, jax.Array) and leaf.is_fully_replicated and len(leaf.sharding.device_set) > 1
 
 
 @functools.cache

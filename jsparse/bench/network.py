@@ -87,7 +87,12 @@ def run(args: argparse.Namespace) -> None:
     ours = [form.name for form in FORMS]
     # A process of PyTorch is one worker.
     names = ours if args.devices > 1 else [*ours, *TORCH_FORMS]
-    job = NetworkJob.chosen(args, names, default=names)
+    job = NetworkJob.chosen(args, names, default=names if importlib.util.find_spec("torch") else ours)
+    for name in args.forms or ():
+        if any(form.name == name and not job.fits(form) for form in FORMS):
+            raise ValueError(
+                f"--form is {name!r}, which needs workers in groups: take an even number of --hosts, or of --devices"
+            )
     measure_forms(args, job, "forms", measure=measure, combine=combine, describe=describe, show=show, draw=draw_times)
 
 
@@ -126,12 +131,15 @@ def measure(job: NetworkJob, keep: Callable[[Reports], None]) -> Reports:
       keep: takes the reports so far, whenever there are more.
 
     Raises:
+      ValueError: a form of PyTorch is asked for, which is not installed.
       WorkerFailedError: a worker failed.
     """
     ours, theirs = ([name for name in names if name in job.forms] for names in ([f.name for f in FORMS], TORCH_FORMS))
     groups = [ours[begin : begin + TOGETHER] for begin in range(0, len(ours), TOGETHER)]
     runs = [("jsparse.bench.network_worker", dataclasses.replace(job, forms=group)) for group in groups]
-    if theirs and importlib.util.find_spec("torch"):
+    if theirs and not importlib.util.find_spec("torch"):
+        raise ValueError(f"--form is {theirs[0]!r}, and PyTorch is not installed: pip install torch")
+    if theirs:
         runs.append(("jsparse.bench.torch_worker", dataclasses.replace(job, forms=theirs)))
     return run_workers(runs, keep) if runs else []
 

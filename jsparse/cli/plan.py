@@ -284,7 +284,8 @@ def verdict(figures: dict[str, Any]) -> str:
     if figures["dense_wins"]:
         advice = (
             f"Dense wins: no sparse algorithm is predicted to be faster than {figures['cheapest']}. The fastest sparse "
-            f"one, {sparse['name']}, makes a step {1 / times:.2f} times as long."
+            f"one, {sparse['name']}, "
+            + (f"makes a step {1 / times:.2f} times as long." if times else "takes time to select, and dense none.")
         )
     else:
         advice = (
@@ -318,7 +319,8 @@ def rounds_instead(step: float, fastest: float, dense: float) -> str:
 
 
 def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws each algorithm's expected communication time against the number of workers."""
+    """Draws each algorithm's expected communication time of a round, by the number of workers."""
+    parts = figures["rounds"]["fragments"]
     node, shards = cost.Node(**figures["node"]), figures["shards"]
     powers, local = [2**i for i in range(MOST_WORKERS.bit_length())], node.workers(shards)
     sizes = [P for P in powers if 2 <= P < local] + [local * P for P in powers]
@@ -326,17 +328,18 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     figure, axes = subplots(size=(9, 6))
     compared = [name for name in names(node, shards) if name not in cost.DIFFERING]
     for number, name in enumerate(compared):
-        lengths, link = (figures["parameters"], figures["k"]), (figures["alpha"], figures["beta"])
+        lengths = [-(-figures[length] // parts) for length in ("parameters", "k")]
+        link = (figures["alpha"], figures["beta"])
         options = {"node": node, "ring": figures["ring"], "shards": shards}
         predictions = [cost.predict(name, *lengths, P, *link, **options) for P in sizes]
         style = {"color": "black"} if name == "dense" else {"color": f"C{number % 10}"}
-        times = [1e3 * prediction.expected.seconds for prediction in predictions]
+        times = [1e3 * parts * prediction.expected.seconds for prediction in predictions]
         axes.plot(sizes, times, "-" if number < 10 else "--", marker="osv^Dx+"[number % 7], label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(
         xlabel="workers",
-        ylabel="ms of communication, expected",
+        ylabel=f"ms of communication{'' if figures['rounds']['every'] == 1 else ' a round'}, expected",
         title=f"n = {figures['parameters']:,}, k = {figures['k']:,}",
     )
     axes.grid(alpha=0.3)
