@@ -28,6 +28,10 @@ def signs():
     return jsparse.quantized(AXIS, quantize=quantize.Sign())
 
 
+def of_all(allreduce, **kwargs):
+    return jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce, **kwargs)
+
+
 def topk(**kwargs):
     return jsparse.topk_allgather(AXIS, density=0.1, **kwargs)
 
@@ -101,6 +105,10 @@ ARGUMENTS = [
     (lambda: jsparse.phases(((5, topk()), jsparse.dgc(AXIS, density=0.1))), "its memory is MomentumCorrection"),
     (lambda: jsparse.phases(((5, jsparse.dense(AXIS, bucket_bytes=100)), topk())), "phase 0 .* bucket_bytes"),
     (lambda: jsparse.phases(((5, jsparse.parameter_server(AXIS, staleness=1)), topk())), "take staleness=0"),
+    (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), jsparse.demo(AXIS))), "of matrices, .* and not demo"),
+    (lambda: jsparse.phases(((5, jsparse.powersgd(AXIS)), general(tiles=4))), "choose phases without tiles"),
+    (lambda: of_all(jsparse.allreduce.ParameterServer(1)), "and be sent again: pass error_feedback=False"),
+    (lambda: of_all(jsparse.allreduce.Dense(), wire=jsparse.wire.Compact()), "lays out sparse vectors.*leave it out"),
     (lambda: jsparse.phases(((5, topk()), jsparse.dense(AXIS)), flush=False), "leave flush out"),
     (lambda: jsparse.phases(((5, topk()), jsparse.vote(AXIS))), "phase 1 .* MajorityVote.* makes no sum"),
     (lambda: jsparse.phases(((5, jsparse.scale_by_dion(AXIS)), topk())), "phase 0 .* Orthonormal.* makes no sum"),

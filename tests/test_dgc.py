@@ -117,7 +117,40 @@ def test_huge_gradients_are_clipped_too(dtype, size: int, magnitudes, clip_norm:
         np.testing.assert_allclose(updates, wanted, rtol=4 * float(kind.eps), atol=float(kind.smallest_subnormal))
 
 
-@pytest.mark.parametrize("options", [{"scope": "leaf", "dense_below": 10}, {"clip_norm": 1.0}], ids=str)
+NARROW = {"wire": jsparse.wire.Compact(jsparse.quantize.BFloat16())}
+ALL_REDUCES = {
+    "topk_allgather": {"allreduce": jsparse.allreduce.TopkAllGather(), **NARROW},
+    "dsar": {"allreduce": jsparse.allreduce.DsarSplitAllGather(quantize=jsparse.quantize.Block8())},
+    "ssar": {"allreduce": jsparse.allreduce.SsarSplitAllGather(), **NARROW},
+    "ssar, doubling": {"allreduce": jsparse.allreduce.SsarRecursiveDoubling(), **NARROW},
+    "gtopk": {"allreduce": jsparse.allreduce.GTopk(), **NARROW},
+    "gtopk, tree": {"allreduce": jsparse.allreduce.GTopk("tree")},
+    "gtopk, owner": {"allreduce": jsparse.allreduce.GTopk(put_back="owner")},
+    "oktopk": {"allreduce": jsparse.allreduce.OkTopk(), **NARROW},
+    "oktopk, owner": {"allreduce": jsparse.allreduce.OkTopk(put_back="owner")},
+    "oktopk, server": {"allreduce": jsparse.allreduce.OkTopk(put_back="server"), **NARROW},
+}
+
+
+@pytest.mark.parametrize("name", quick([*ALL_REDUCES], "dsar", "gtopk, owner"))
+def test_factors_are_masked_where_a_workers_elements_were_delivered(name: str):
+    """Not where it rounded, or took over, sums of others' elements."""
+    state, update = transports.workers(dgc(**ALL_REDUCES[name]), SIZE)
+    (gradient,) = normal(1)
+    updates, state = update(transports.tree(gradient), state)
+    selected = np.zeros((SIZE, N), bool)
+    largest = np.argsort(-np.abs(gradient), axis=1, kind="stable")[:, : max(1, round(DENSITY * N))]
+    np.put_along_axis(selected, largest, True, axis=1)
+    applied = transports.flat(updates, SIZE)[:1] != 0
+    velocity = np.asarray(state.buckets[0].memory.velocity).reshape(SIZE, N)
+    np.testing.assert_array_equal(velocity == 0, selected & applied)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scope": "leaf", "dense_below": 10}, {"clip_norm": 1.0}, ALL_REDUCES["dsar"]],
+    ids=["leaf", "clipped", "dsar"],
+)
 def test_a_bad_step_leaves_the_velocity(options):
     state, update = transports.workers(dgc(**options), SIZE)
     for gradient in scenarios.take("ordinary", SIZE, 2):

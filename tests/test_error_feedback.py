@@ -160,6 +160,30 @@ def test_what_is_sent_loses_no_element_that_was_not_delivered(make):
     np.testing.assert_array_equal(first.buckets[0].residual, second.buckets[0].residual)
 
 
+ROUNDING = [
+    {"allreduce": jsparse.allreduce.SsarSplitAllGather()},
+    {"allreduce": jsparse.allreduce.SsarRecursiveDoubling()},
+    {"allreduce": jsparse.allreduce.GTopk()},
+    {"allreduce": jsparse.allreduce.OkTopk()},
+    {"allreduce": jsparse.allreduce.DsarSplitAllGather(quantize=jsparse.quantize.Block8())},
+]
+
+
+@pytest.mark.parametrize("options", quick(ROUNDING, ROUNDING[-1]), ids=lambda options: repr(options["allreduce"]))
+def test_what_was_not_sent_is_kept_where_sums_are_rounded(options):
+    with pytest.warns(UserWarning, match="subtract is 'sent'"):
+        sent = jsparse.ErrorFeedback(subtract="sent")
+    options = {"select": jsparse.select.TopK(0.05), "wire": jsparse.wire.Compact(jsparse.quantize.BFloat16())} | options
+    rounding = Row("sent", lambda comm, _: jsparse.sparse_allreduce(comm, error_feedback=sent, **options))
+    state, update = transports.workers(rounding, SIZE)
+    (gradient,) = scenarios.take("ordinary", SIZE, 1)
+    _, state = update(transports.tree(gradient), state)
+    k = max(1, round(0.05 * gradient.shape[1]))
+    sent = np.abs(gradient) >= np.sort(np.abs(gradient), axis=1)[:, -k:][:, :1]
+    residual = np.asarray(state.buckets[0].residual).reshape(gradient.shape)
+    np.testing.assert_array_equal(residual[~sent], gradient[~sent])
+
+
 def test_the_default_is_what_true_says():
     for by_name, by_default in zip(run(jsparse.ErrorFeedback(), False), run(True, False), strict=True):
         for ours, theirs in zip(by_name, by_default, strict=True):

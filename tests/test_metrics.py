@@ -13,6 +13,11 @@ import jsparse
 import scenarios
 import transports
 from algorithms import ROWS, Row, case
+from jsparse._comm.metered import Metered
+from jsparse._engine.outcome import Outcome, begin, conclude
+from jsparse._engine.reducer import Counts
+from jsparse._engine.space import Flat
+from jsparse._engine.state import BucketState
 from jsparse._train import metrics as _metrics
 from tiers import quick
 from transports import AXIS, N
@@ -333,3 +338,16 @@ def test_skipped_steps_are_counted_and_carried_to_other_workers(tx):
     assert (told.step.tolist(), told.skipped.tolist()) == ([2] * 3, [2] * 3)
     # What a dense all-reduce would send among three: 2 * 50 * 2 / 3 words.
     assert (told.elements.tolist(), told.dense_words.tolist()) == ([50] * 3, [67] * 3)
+
+
+def test_counts_of_very_many_elements_do_not_wrap():
+    def report(_):
+        comm, many, none = jsparse.AxisComm(AXIS), jnp.int32(2**30 + 5), jnp.int32(0)
+        outcome = Outcome(None, BucketState((), ()), Counts(none, none, many, none, none), many)
+        state = begin([comm], Flat(), [], [BucketState((), ())] * 2, ())
+        told = conclude([Metered(comm)], [], state, [outcome] * 2, [False] * 2, jnp.array(False), none, undo=False)
+        return told.report
+
+    told = jax.vmap(report, axis_name=AXIS)(jnp.arange(2))
+    assert (told.delivered == 2**31 - 1).all()
+    assert (told.updated == 2**31 - 1).all()

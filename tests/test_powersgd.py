@@ -282,6 +282,17 @@ def test_what_is_refused():
         twice(jnp.zeros((2, 2)))
 
 
+def test_a_phase_beside_one_that_goes_by_leaves():
+    """What is no matrix is a vector by itself then, and goes densely."""
+    sparse = jsparse.topk_allgather(AXIS, density=0.1, scope="leaf")
+    tx = jsparse.phases(((2, jsparse.powersgd(AXIS, rank=1, min_rate=0)), sparse))
+    grads = {"w": jnp.outer(jnp.arange(1.0, 9), jnp.arange(1.0, 13)), "b": jnp.arange(12.0)}
+    every = jax.tree.map(lambda x: jnp.stack([x, x]), grads)
+    state = jax.vmap(lambda _: tx.init(grads), axis_name=AXIS)(jnp.arange(2))
+    updates, _ = jax.vmap(tx.update, axis_name=AXIS)(every, state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, every)
+
+
 @pytest.mark.parametrize("sizes", quick([(8, 3), (3, 8), (2, 4), (4, 2), (1, 7)], (8, 3)))
 def test_with_another_number_of_workers_the_factors_stay(sizes: tuple[int, int]):
     old, new = sizes

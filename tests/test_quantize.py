@@ -285,6 +285,16 @@ def test_zeros_stay_zeros(quantizer):
     assert (np.abs(coded(quantizer, tiny)) <= 1e-41).all()
 
 
+@pytest.mark.parametrize("quantizer", [QSGD(), QSGD(4, scale="max"), TernGrad()], ids=repr)
+def test_levels_stay_levels_whatever_is_drawn(quantizer):
+    """A number that is drawn may be 1."""
+    values = jnp.arange(-quantizer.levels, quantizer.levels + 1.0)[None]
+    scales = jnp.array([[float(quantizer.levels)]])
+    for draw in (0.0, 0.5, 1.0):
+        digits = quantizer._digits(values, scales, jnp.full(values.shape, draw))
+        np.testing.assert_array_equal(digits, values + quantizer.levels)
+
+
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen(quantizer, bad: float):

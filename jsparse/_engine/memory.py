@@ -225,8 +225,8 @@ class ErrorFeedback(Memory):
     def retain(
         self, state: Any, done: Reduced, mean: Quotient, keep: jax.Array, size: int
     ) -> tuple[Residual, Quotient]:
-        if self.subtract == "sent" and isinstance(done.delivered, SparseVector):
-            residual = to_dense(done.acc).at[done.delivered.indices.reshape(-1)].set(0, mode="drop")
+        if self.subtract == "sent" and isinstance(done.own, SparseVector):
+            residual = to_dense(done.acc).at[done.own.indices.reshape(-1)].set(0, mode="drop")
         else:
             subtracted = Quotient(done.total, size).value() if self.subtract == "mean" else done.delivered
             residual = _subtract(to_dense(done.acc), subtracted, keep)

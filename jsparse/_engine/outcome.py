@@ -101,8 +101,10 @@ def conclude(
         return jax.tree.map(lambda new, old: jnp.where(bad, old, new).astype(old.dtype), after, before)
 
     def total(figures: Iterable[jax.Array]) -> jax.Array:
-        """Over all vectors. In a bad step nothing is delivered."""
-        return jnp.where(bad, 0, sum(figures, jnp.int32(0)))[None]
+        """Over all vectors, at most ``2**31 - 1``. In a bad step nothing is delivered."""
+        most = jnp.uint32(2**31 - 1)
+        add = lambda a, b: jnp.minimum(a + b.astype(jnp.uint32), most)  # noqa: E731
+        return jnp.where(bad, 0, functools.reduce(add, figures, jnp.uint32(0)).astype(jnp.int32))[None]
 
     buckets = []
     for outcome, before in zip(outcomes, state.buckets, strict=True):

@@ -231,6 +231,11 @@ def _fit(stages: list[Composition], lengths: list[int], flush: bool) -> Phased:
                 f"{where}: its residual would be dropped, as sparse phases with error_feedback=False keep none; leave "
                 "that out"
             )
+        elif stage.reducer.of_matrices and (not shared.space.as_leaves or getattr(shared.space, "tiles", None)):
+            raise ValueError(
+                f"{where}: {stage.reducer} is of matrices, and they take elements in another order, that of tiles or "
+                "of transforms: choose phases without tiles, and not demo"
+            )
         else:
             memory = shared.memory.in_dense_phase(flush)
             fitted.append(dataclasses.replace(stage, space=shared.space, memory=memory))

@@ -26,7 +26,8 @@ class Counts(NamedTuple):
     Attributes:
       selected: int32: elements that qualified on this worker.
       overflowed: int32: those that did not fit into its buffers.
-      delivered: int32: elements of this worker that became part of the sum.
+      delivered: int32: elements of this worker that became part of the sum. Those of sums that it
+        rounded or took over count, too.
       threshold: the magnitude that elements had to reach on this worker; 0 without a threshold.
       global_threshold: the magnitude that they had to reach in the sum; 0 without a threshold.
     """
@@ -47,7 +48,10 @@ class Reduced(NamedTuple):
     Attributes:
       acc: the vector, shape ``(n,)``, or a run where nothing was kept.
       sent: what of it was sent.
-      delivered: this worker's share of the sum; nothing in a step that does not count.
+      own: those of its elements that became part of the sum, at least in part; nothing in a step
+        that does not count.
+      delivered: this worker's share of the sum: what it has of ``own`` in it, and what it rounded,
+        or took over, of sums of others. Nothing in a step that does not count.
       total: the sum, the same bits on every worker; anything in a step that does not count.
       counts: what it tells.
       state: for the next step.
@@ -55,6 +59,7 @@ class Reduced(NamedTuple):
 
     acc: Leaf
     sent: Vector
+    own: Vector
     delivered: Vector
     total: Vector
     counts: Counts
@@ -73,6 +78,7 @@ class Reducer:
       of_the_sum: whether its result depends on the workers' vectors through their sum alone.
       of_any_vector: whether it takes vectors that go densely, too: its total is no sum, and leaves
         beside it must not be summed either.
+      of_matrices: whether it takes leaves as the matrices that they are, in their own order.
       compresses: whether it sends less than a dense sum would.
       conserves: whether the workers' shares add up to its total, so that what is delivered and
         what is kept are all there was.
@@ -84,6 +90,7 @@ class Reducer:
     hands_over = False
     of_the_sum = False
     of_any_vector = False
+    of_matrices = False
     compresses = True
     conserves = True
     staleness = 0
@@ -91,6 +98,9 @@ class Reducer:
     def init(self, layout: Layout, size: int) -> Any:
         """The state for a vector of this layout among ``size`` workers: a NamedTuple of arrays."""
         raise NotImplementedError
+
+    def check_layouts(self, layouts: Sequence[Layout]) -> None:
+        """Refuses vectors of these layouts, if it can't make anything of all of them together."""
 
     def check_shard(self, name: str, shape: Sequence[int], shard: Sequence[int]) -> None:
         """Refuses a shard of which this reducer would make something else than of the leaf.
@@ -157,6 +167,11 @@ class Selecting(Reducer):
         return self.allreduce.staleness
 
     @property
+    def lossless(self) -> bool:
+        """Whether sums are those of the elements as they are, and no worker rounds any."""
+        return self.allreduce.lossless and self.wire.lossless
+
+    @property
     def hands_over(self) -> bool:
         return self.allreduce.hands_over
 
@@ -180,7 +195,27 @@ class Selecting(Reducer):
             selected.threshold[0],
             told.threshold.astype(acc.dtype),
         )
-        return Reduced(acc, x, delivered, total, counts, SelectingState(selected, reduced))
+        own = self._own(x, delivered, total)
+        return Reduced(acc, x, own, delivered, total, counts, SelectingState(selected, reduced))
+
+    def _own(self, x: SparseVector, delivered: SparseVector, total: Vector) -> SparseVector:
+        """A worker's elements that became part of the total. Few memories ask for them."""
+        if self.lossless and not self.hands_over:
+            return delivered
+        # Elements of sums that this worker rounded are delivered, too.
+        own = x.where(_among(x, delivered))
+        if self.hands_over and isinstance(total, SparseVector):
+            # So is what was cut, which one worker takes over.
+            own = own.where(bitmap.contains(total.union(), own.indices))
+        return own
+
+
+def _among(x: SparseVector, others: SparseVector) -> jax.Array:
+    """Which places of a run have an index that is among others, which may occur several times."""
+    members = x.union()
+    found = bitmap.contains(members, others.indices)
+    places = jnp.where(found, bitmap.rank(members, others.indices), x.capacity)
+    return jnp.zeros(x.capacity, bool).at[places.reshape(-1)].set(True, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +257,7 @@ class Whole(Reducer):
         if self.unit > 1:
             total, delivered = (layout.unalign(to_dense(each), self.unit) for each in (total, delivered))
         delivered = rescale(delivered, lambda x: jnp.where(keep, x, 0))
-        return Reduced(acc, acc, delivered, total, counts_of_whole(acc), state)
+        return Reduced(acc, acc, delivered, delivered, total, counts_of_whole(acc), state)
 
 
 def counts_of_whole(acc: jax.Array) -> Counts:

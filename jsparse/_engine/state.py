@@ -64,8 +64,8 @@ class Report(NamedTuple):
     Attributes:
       selected: int32: elements that qualified on this worker.
       overflowed: int32: those of them that did not fit into its buffers.
-      delivered: int32: elements of this worker that became part of the update. Where the wire is
-        not lossless, elements of sums that it rounded count too.
+      delivered: int32: elements of this worker that became part of the update. Those of sums that
+        it rounded or took over count, too.
       updated: int32: elements of the update that are not zero. Over n, that is the density to
         which the update has filled in. An all-gather counts an index once for each worker that
         sent it.

@@ -169,6 +169,11 @@ class Composition(Synchroniser):
                 "what the quantizer decodes with contract=True, or, where dense vectors are summed, pass "
                 "error_feedback=False"
             )
+        if self.memory.feeds_back and self.reducer.staleness:
+            raise ValueError(
+                f"{self.reducer} with error feedback: what is on its way would stay in the residual, too, and be sent "
+                "again: pass error_feedback=False; nothing is lost, as all is delivered later"
+            )
         if self.memory.subtracts_sent and not self.reducer.sparse:
             raise ValueError(
                 f"subtract is 'sent' with {self.reducer}, which sends all elements, so that nothing would be fed back: "
@@ -248,6 +253,9 @@ class Composition(Synchroniser):
     def init(self, params: Any) -> SparseAllReduceState:
         leaves, _ = flatten(params)
         buckets = self.space.buckets(leaves)
+        own = [bucket for bucket in buckets if self.parts(bucket)[0] == self.reducer]
+        if own:
+            self.reducer.check_layouts([self.space.layout(bucket) for bucket in own])
         states = []
         for bucket in buckets:
             reducer, memory = self.parts(bucket)

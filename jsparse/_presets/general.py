@@ -106,6 +106,11 @@ def sparse_allreduce(
         raise ValueError(f"{allreduce} sums sparse vectors; give it a selector, such as select=TopK(0.01)")
     if select is not None and not allreduce.sparse:
         raise ValueError(f"{allreduce} sums dense vectors and selects nothing; pass select=None to sparse_allreduce")
+    if select is None and wire != Full():
+        raise ValueError(
+            f"wire is {wire}, which lays out sparse vectors, and {allreduce} sums dense ones: leave it out; to round "
+            "what is sent, use jsparse.quantized"
+        )
     if mean not in tuple(MEANS):
         raise ValueError(f'mean is {mean!r}; choose "workers" or "contributors"')
     reducer: Reducer = Whole(allreduce) if select is None else Selecting(select, allreduce, wire)

@@ -52,13 +52,14 @@ class LowRank(Reducer):
     """The reducer of :func:`powersgd`: it sums matrices by two factors, and all else densely.
 
     It must see the leaves' shapes, so it takes whole vectors: under :class:`Shards` all that is
-    left of the leaves is one vector, which :meth:`init` refuses.
+    left of the leaves is one vector, which :meth:`check_layouts` refuses.
 
     Attributes:
       rank, min_rate, seed: as in :func:`powersgd`.
     """
 
     of_the_sum = True
+    of_matrices = True
 
     rank: int = 4
     min_rate: float = 2.0
@@ -73,13 +74,16 @@ class LowRank(Reducer):
                 "least 0: 0 compresses every matrix"
             )
 
-    def init(self, layout: Layout, size: int) -> LowRankState:
-        if all(len(shape) < 2 for shape in layout.shapes):
+    def check_layouts(self, layouts: Sequence[Layout]) -> None:
+        shapes = [shape for layout in layouts for shape in layout.shapes]
+        if all(len(shape) < 2 for shape in shapes):
             raise ValueError(
                 f"factors of low rank are of matrices, and the gradient has none: its leaves have shapes "
-                f"{layout.shapes}. Pass the parameters in their own shapes, not raveled; over two levels, where a "
+                f"{tuple(shapes)}. Pass the parameters in their own shapes, not raveled; over two levels, where a "
                 "worker has a shard of a vector, name both axes as one: (inter, intra)"
             )
+
+    def init(self, layout: Layout, size: int) -> LowRankState:
         factors = (
             jax.random.normal(key_of(self.seed, i), (matrix.columns, matrix.rank), layout.dtype)
             for i, matrix in enumerate(self.matrices(layout))
@@ -149,7 +153,7 @@ class LowRank(Reducer):
             delivered = rescale(delivered, lambda x: jnp.where(q_sums[0][0, 0] < jnp.inf, x, 0))
         pairs = zip(state.q, q_sums, bases, strict=True)  # A column without a direction stays.
         after = tuple(directions(new, old, max(len(basis), len(new))) for old, new, basis in pairs)
-        return Reduced(again, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
+        return Reduced(again, delivered, delivered, delivered, total, counts_of_whole(acc), LowRankState(after))
 
 
 def powersgd(

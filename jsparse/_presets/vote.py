@@ -42,7 +42,7 @@ class MajorityVote(Reducer):
         acc = pending.add_up()
         votes = Quantized(Sign(None, self.zeros, "one"), split=True)
         winners, _ = votes.by_owners(comm, self._signs(acc), step, self._signs)
-        return Reduced(acc, acc, acc, winners, counts_of_whole(acc), state)
+        return Reduced(acc, acc, acc, acc, winners, counts_of_whole(acc), state)
 
     def _signs(self, x: jax.Array) -> jax.Array:
         """The votes of a vector, or the winners of a sum of votes; NaN where it is not finite."""

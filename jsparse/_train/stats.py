@@ -63,7 +63,8 @@ class Stats(NamedTuple):
         transformation without a state of its own, such as :func:`dense`, does not look for them.
       selected: int32: elements that qualified on this worker.
       overflowed: int32: those of them that did not fit into its buffers and wait in its residual.
-      delivered: int32: elements of this worker that became part of the update.
+      delivered: int32: elements of this worker that became part of the update. Those of sums that
+        it rounded or took over count, too.
       updated: int32: elements of the update that are not zero, alike on all workers. Divided by
         ``elements``, that is the density to which the update has filled in. An all-gather counts
         an index once for each worker that sent it.

@@ -33,6 +33,7 @@ class AllReduce:
     Attributes:
       sparse: whether it sums sparse vectors. If so, it needs a selector.
       compresses: whether it sends less than a dense sum would.
+      lossless: whether it rounds nothing by itself. Wires may round, too.
       unbiased: whether it rounds at random, so that its result is right in expectation.
       staleness: by how many steps its sums are late.
       hands_over: whether a worker may keep sums of others' elements: in place of the senders it
@@ -43,6 +44,7 @@ class AllReduce:
 
     sparse: ClassVar[bool] = True
     compresses: ClassVar[bool] = True
+    lossless = True
     unbiased = False
     staleness = 0
     hands_over = False

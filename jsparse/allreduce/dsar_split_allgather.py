@@ -53,6 +53,10 @@ class DsarSplitAllGather(AllReduce):
         check_keeps_zeros(self.quantize)
 
     @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        return self.quantize.lossless
+
+    @property
     def unbiased(self) -> bool:
         return self.quantize.unbiased
 

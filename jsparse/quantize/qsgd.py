@@ -70,7 +70,10 @@ class QSGD(Scaled):
         return jnp.where(jnp.isfinite(scale), jnp.minimum(norm, jnp.finfo(rows.dtype).max), scale)
 
     def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
-        level = jnp.minimum(jnp.floor(self.levels * share(rows, scales) + draws), self.levels)
+        exact = self.levels * share(rows, scales)
+        # A draw can be 1, and still a value that is a level stays one: zeros stay zeros.
+        up = draws > 1 - (exact - jnp.floor(exact))
+        level = jnp.minimum(jnp.floor(exact) + up, self.levels)
         signed = jnp.where(rows < 0, -level, level)
         return jnp.where(jnp.isfinite(signed), signed, 0) + self.levels
 
