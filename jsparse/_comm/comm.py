@@ -275,5 +275,5 @@ def as_comm(comm: CommLike) -> Comm:
     elif hasattr(comm, "all_to_all"):
         return comm
     raise ValueError(
-        f"comm is {comm!r}; pass a mesh axis name, a tuple of unlike names, or a Comm such as jsparse.AxisComm"
+        f"comm is {comm!r}; pass a mesh axis name, a tuple of them, each once, or a Comm such as jsparse.AxisComm"
     )

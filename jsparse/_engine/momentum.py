@@ -142,7 +142,8 @@ class MomentumCorrection(WithMomentum):
     ) -> tuple[Velocity, Quotient]:
         (velocity, kept), mean = super().retain(state, done, mean, keep, size)
         # Where everything is sent, nothing is masked: that is momentum SGD, as in their code.
-        if self.factor_masking and isinstance(done.own, SparseVector) and done.own.capacity < done.own.n:
+        sparsely = isinstance(done.sent, SparseVector) and done.sent.capacity < done.sent.n
+        if self.factor_masking and sparsely and isinstance(done.own, SparseVector):
             velocity = velocity.at[done.own.indices.reshape(-1)].set(0, mode="drop")
         return Velocity(velocity, kept), mean
 

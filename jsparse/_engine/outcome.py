@@ -102,9 +102,9 @@ def conclude(
 
     def total(figures: Iterable[jax.Array]) -> jax.Array:
         """Over all vectors, at most ``2**31 - 1``. In a bad step nothing is delivered."""
-        most = jnp.uint32(2**31 - 1)
-        add = lambda a, b: jnp.minimum(a + b.astype(jnp.uint32), most)  # noqa: E731
-        return jnp.where(bad, 0, functools.reduce(add, figures, jnp.uint32(0)).astype(jnp.int32))[None]
+        most, wide = jnp.uint32(2**31 - 1), (figure.astype(jnp.uint32) for figure in figures)
+        added = functools.reduce(lambda a, b: jnp.minimum(a + b, most), wide, jnp.uint32(0))
+        return jnp.where(bad, 0, added.astype(jnp.int32))[None]
 
     buckets = []
     for outcome, before in zip(outcomes, state.buckets, strict=True):

@@ -167,11 +167,6 @@ class Selecting(Reducer):
         return self.allreduce.staleness
 
     @property
-    def lossless(self) -> bool:
-        """Whether sums are those of the elements as they are, and no worker rounds any."""
-        return self.allreduce.lossless and self.wire.lossless
-
-    @property
     def hands_over(self) -> bool:
         return self.allreduce.hands_over
 
@@ -198,9 +193,10 @@ class Selecting(Reducer):
         own = self._own(x, delivered, total)
         return Reduced(acc, x, own, delivered, total, counts, SelectingState(selected, reduced))
 
-    def _own(self, x: SparseVector, delivered: SparseVector, total: Vector) -> SparseVector:
+    def _own(self, x: SparseVector, delivered: Vector, total: Vector) -> Vector:
         """A worker's elements that became part of the total. Few memories ask for them."""
-        if self.lossless and not self.hands_over:
+        exact = self.allreduce.lossless and self.wire.lossless and not self.hands_over
+        if exact or not isinstance(delivered, SparseVector):
             return delivered
         # Elements of sums that this worker rounded are delivered, too.
         own = x.where(_among(x, delivered))

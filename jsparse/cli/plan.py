@@ -328,7 +328,7 @@ def draw_times(figures: dict[str, Any], path: pathlib.Path) -> None:
     figure, axes = subplots(size=(9, 6))
     compared = [name for name in names(node, shards) if name not in cost.DIFFERING]
     for number, name in enumerate(compared):
-        lengths = [-(-figures[length] // parts) for length in ("parameters", "k")]
+        lengths = (-(-figures["parameters"] // parts), -(-figures["k"] // parts))
         link = (figures["alpha"], figures["beta"])
         options = {"node": node, "ring": figures["ring"], "shards": shards}
         predictions = [cost.predict(name, *lengths, P, *link, **options) for P in sizes]
