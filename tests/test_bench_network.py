@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import inspect
 import json
 import math
@@ -130,6 +131,13 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch, capsy
     assert "no memory" in capsys.readouterr().err
     names = [form["name"] for form in json.loads(path.read_text())["forms"]]
     assert names == 2 * ["dense"] + 2 * ["oktopk"] + ["torch all_reduce"]
+
+
+def test_forms_of_pytorch_without_it_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "network", "--hosts", "2", "--size", str(N), "--form", "torch all_reduce"])
+    assert "PyTorch is not installed: pip install torch" in capsys.readouterr().err
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):

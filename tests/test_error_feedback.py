@@ -161,20 +161,25 @@ def test_what_is_sent_loses_no_element_that_was_not_delivered(make):
 
 
 ROUNDING = [
-    {"allreduce": jsparse.allreduce.SsarSplitAllGather()},
-    {"allreduce": jsparse.allreduce.SsarRecursiveDoubling()},
-    {"allreduce": jsparse.allreduce.GTopk()},
-    {"allreduce": jsparse.allreduce.OkTopk()},
-    {"allreduce": jsparse.allreduce.DsarSplitAllGather(quantize=jsparse.quantize.Block8())},
+    jsparse.allreduce.SsarSplitAllGather(),
+    jsparse.allreduce.SsarRecursiveDoubling(),
+    jsparse.allreduce.GTopk(),
+    jsparse.allreduce.OkTopk(),
+    jsparse.allreduce.DsarSplitAllGather(quantize=jsparse.quantize.Block8()),
 ]
 
 
-@pytest.mark.parametrize("options", quick(ROUNDING, ROUNDING[-1]), ids=lambda options: repr(options["allreduce"]))
-def test_what_was_not_sent_is_kept_where_sums_are_rounded(options):
+@pytest.mark.parametrize("allreduce", quick(ROUNDING, ROUNDING[-1]), ids=repr)
+def test_what_was_not_sent_is_kept_where_sums_are_rounded(allreduce):
     with pytest.warns(UserWarning, match="subtract is 'sent'"):
         sent = jsparse.ErrorFeedback(subtract="sent")
-    options = {"select": jsparse.select.TopK(0.05), "wire": jsparse.wire.Compact(jsparse.quantize.BFloat16())} | options
-    rounding = Row("sent", lambda comm, _: jsparse.sparse_allreduce(comm, error_feedback=sent, **options))
+    select, wire = jsparse.select.TopK(0.05), jsparse.wire.Compact(jsparse.quantize.BFloat16())
+    rounding = Row(
+        "sent",
+        lambda comm, _: jsparse.sparse_allreduce(
+            comm, select=select, allreduce=allreduce, wire=wire, error_feedback=sent
+        ),
+    )
     state, update = transports.workers(rounding, SIZE)
     (gradient,) = scenarios.take("ordinary", SIZE, 1)
     _, state = update(transports.tree(gradient), state)

@@ -149,11 +149,12 @@ class ErrorFeedback(Memory):
         So it warns. It is for reducers whose result depends on the sum of the residuals alone, as
         that of :func:`jsparse.powersgd` does, and is refused with all others, where elements might
         never arrive.
-        ``"sent"``: all that this worker has of an element of which anything was delivered, as if
-        its value had not been rounded. The rounding errors are lost, as in DisTrO's code. So it
-        warns. It is refused where nothing is selected: there it would keep nothing. It is also
-        refused with all-reduces in which a worker keeps sums of what others sent: gTop-k but for
-        ``put_back="exact"`` without the tree, Ok-Topk but for ``put_back="senders"``.
+        ``"sent"``: all that this worker has of an element that it sent and of which anything was
+        delivered, as if no value had been rounded. The rounding errors are lost, also those of
+        sums that a worker rounds, as in DisTrO's code. So it warns. It is refused where nothing is
+        selected: there it would keep nothing. It is also refused with all-reduces in which a
+        worker keeps sums of what others sent: gTop-k but for ``put_back="exact"`` without the
+        tree, Ok-Topk but for ``put_back="senders"``.
       low_pass: β, above 0 and at most 1: the share of a step's error in the residual. Below 1 the
         residual is an average over steps, and gradient mass is lost on purpose: each step adds
         only the part β of what it did not deliver. ScaleCom takes 0.1 with large batches, LoCo

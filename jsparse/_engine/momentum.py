@@ -106,7 +106,8 @@ class MomentumCorrection(WithMomentum):
     Attributes:
       momentum, feedback: as in :class:`WithMomentum`.
       nesterov: whether ``m * velocity' + gradient`` is accumulated in place of ``velocity'``.
-      factor_masking: whether the velocity becomes 0 where an element was delivered.
+      factor_masking: whether the velocity becomes 0 where an element that the worker sent was
+        delivered.
       clip_norm: the norm to which the sum of the workers' gradients is clipped: each worker clips
         its own to ``clip_norm / sqrt(P)``. None does not clip.
     """

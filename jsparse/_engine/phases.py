@@ -141,7 +141,8 @@ def phases(stages: Sequence[tuple[int, SparseAllReduce] | SparseAllReduce], *, f
         :func:`scale_by_dion`, whose updates are no sums, are refused beside phases with error
         feedback, Dion also beside sparse ones and before dense ones. :func:`qsgd`, which rounds at
         random, is refused beside error feedback unless ``flush`` is False. Sparse phases without
-        error feedback are refused beside a phase that keeps a residual.
+        error feedback are refused beside a phase that keeps a residual, and :func:`powersgd`
+        beside sparse ones with ``tiles``, or :func:`demo`.
 
     Example (the warm-up of gTop-k, with epochs of 100 steps)::
 

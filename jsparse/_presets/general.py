@@ -59,7 +59,7 @@ def sparse_allreduce(
       select: which elements a worker sends; None for an all-reduce of dense vectors. Its density
         is that of the all-reduce, too.
       allreduce: how they are summed.
-      wire: how they are laid out in messages.
+      wire: how they are laid out in messages; for sparse vectors only.
       error_feedback: whether to keep what was not delivered, or how (:class:`ErrorFeedback`).
         Without it, that is lost.
       scope: select among all elements together (``"global"``), or in every leaf for itself
@@ -80,7 +80,8 @@ def sparse_allreduce(
 
     Raises:
       ValueError: an argument is out of range, or does not fit another: random rounding with error
-        feedback, a ``subtract`` that the all-reduce refuses. From ``init`` and ``update``: a leaf
+        feedback, sums that arrive late with error feedback, a ``subtract`` that the all-reduce
+        refuses, a wire for dense sums. From ``init`` and ``update``: a leaf
         is not float16, bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the
         axis is not bound. From ``update``: gradients are already summed, or may differ along
         another mesh axis; the state is that of another transformation, or of leaves of other

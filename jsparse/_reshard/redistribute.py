@@ -19,7 +19,7 @@ def redistribute(rows: np.ndarray, size: int, before: int, after: int) -> np.nda
     bit that is set in the old rows or in the new sum. So the differences add up to that sum
     exactly if they are representable, as differences of integers are, and otherwise to rounding.
 
-    Of a value that is not finite only the new rows know that cover its row.
+    A value that is not finite reaches only those new rows that cover its row.
 
     Args:
       rows: shape ``(old size, n)``, floats.

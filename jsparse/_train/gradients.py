@@ -86,6 +86,7 @@ class Loss:
 
 
 def _pair(out: Any, form: str) -> Any:
+    """The two things that a function returned. Anything else is refused."""
     if isinstance(out, tuple | list) and len(out) == 2:
         return out
     what = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list) else type(out).__name__

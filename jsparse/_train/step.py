@@ -75,8 +75,10 @@ class Step:
 
         Raises:
           ValueError: the batch can't be divided, or, of rounds, has not ``every`` steps; a key or
-            ``extra`` is missing or not expected; the state is that of another number of workers or
-            of another form of rounds, or was donated to a step before.
+            ``extra`` is missing or not expected; ``loss_fn`` does not return what it should, a
+            model state of another structure or other shapes, or metrics without a mean; the state
+            is that of another number of workers or of another form of rounds, or was donated to a
+            step before.
         """
         check_not_donated(state, "the state")
         args, kwargs = self._checked(state, batch, key, extra)

@@ -71,9 +71,9 @@ class QSGD(Scaled):
 
     def _digits(self, rows: jax.Array, scales: jax.Array, draws: jax.Array) -> jax.Array:
         exact = self.levels * share(rows, scales)
-        # A draw can be 1, and still a value that is a level stays one: zeros stay zeros.
-        up = draws > 1 - (exact - jnp.floor(exact))
-        level = jnp.minimum(jnp.floor(exact) + up, self.levels)
+        below = jnp.floor(exact)
+        # A draw may be 1. A value that is a level stays there all the same, so zeros stay zeros.
+        level = jnp.minimum(below + (draws > 1 - (exact - below)), self.levels)
         signed = jnp.where(rows < 0, -level, level)
         return jnp.where(jnp.isfinite(signed), signed, 0) + self.levels
 
