@@ -250,7 +250,7 @@ def make(*members, mesh=None, **kwargs):
 
 
 @pytest.mark.parametrize("checked", quick([True, False], True))
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", quick([1, 2], 2))
 def test_local_momentum_sgd_by_hand(checked: bool, micro_batches: int):
     """No all-reduce at all: each worker trains on its share; every third step they agree, and go
     on.

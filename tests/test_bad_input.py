@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 import jsparse
 import transports
 from jsparse._presets import files
+from tiers import full
 from transports import AXIS
 
 allreduce, quantize, select = jsparse.allreduce, jsparse.quantize, jsparse.select
@@ -327,7 +328,7 @@ def loss_fn(params, x):
     return jnp.sum(params["w"] * x)
 
 
-@pytest.mark.parametrize("tx", [jsparse.oktopk(AXIS, density=0.5), jsparse.dense(AXIS)], ids=["oktopk", "dense"])
+@pytest.mark.parametrize("tx", [topk(), jsparse.dense(AXIS)], ids=["topk", "dense"])
 def test_gradients_already_summed(tx):
     """Under ``check_vma=True``, jax.grad sums the gradient of replicated parameters."""
     mesh, params = transports.mesh(2), {"w": jnp.arange(3.0)}
@@ -479,7 +480,7 @@ def step_of(tx, size: int):
     ],
     ids=["parameter_server", "oktopk", "per_worker"],
 )
-@pytest.mark.parametrize(("had", "have"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("had", "have"), [(4, 2), full(2, 4)])
 def test_a_state_of_another_number_of_workers(tx, had: int, have: int):
     """One that did not go through ``reshard``."""
     params = {"w": jnp.ones(8)}

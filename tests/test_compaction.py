@@ -281,7 +281,7 @@ def test_ranks_of_more_blocks_than_a_program_ranks(monkeypatch, blocks: int):
     assert total == counts.sum()
 
 
-@pytest.mark.parametrize("n", [4096 * 3, 14_728_266])
+@pytest.mark.parametrize("n", quick([4096 * 3, 14_728_266], 14_728_266))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("slots", quick([None, 0], None))
 def test_lowers_for_cuda(n: int, dtype, slots: int | None):

@@ -172,7 +172,7 @@ def params():
 BATCH = (np.zeros((16, 40), np.float32), np.zeros((16, 5), np.float32))
 
 
-@pytest.mark.parametrize("preset", quick(PRESETS, "oktopk"))
+@pytest.mark.parametrize("preset", quick(PRESETS, "topk_dsa"))
 def test_a_training_step_sends_what_its_trace_says(preset: str):
     """The same bytes in every branch, in fewer messages where XLA merges sums; all of it ours."""
     mesh = Mesh(np.array(jax.devices()[:4]), (AXIS,))

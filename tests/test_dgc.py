@@ -96,7 +96,7 @@ def test_a_worker_clips_its_own_gradient(power: float):
     np.testing.assert_allclose(SIZE * transports.flat(updates, SIZE)[0] / power, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, 1e-3])
+@pytest.mark.parametrize("clip_norm", quick([1.0, 1e-3], 1.0))
 @pytest.mark.parametrize(
     ("dtype", "size", "magnitudes"),
     [
@@ -148,7 +148,11 @@ def test_factors_are_masked_where_a_workers_elements_were_delivered(name: str):
 
 @pytest.mark.parametrize(
     "options",
-    [{"scope": "leaf", "dense_below": 10}, {"clip_norm": 1.0}, ALL_REDUCES["dsar"]],
+    quick(
+        [{"scope": "leaf", "dense_below": 10}, {"clip_norm": 1.0}, ALL_REDUCES["dsar"]],
+        {"clip_norm": 1.0},
+        ALL_REDUCES["dsar"],
+    ),
     ids=["leaf", "clipped", "dsar"],
 )
 def test_a_bad_step_leaves_the_velocity(options):

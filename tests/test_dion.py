@@ -115,7 +115,7 @@ def test_the_whole_optimizer():
     state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.arange(size))
     rng = np.random.default_rng(0)
     gradient = {name: rng.standard_normal((size, *x.shape)).astype(np.float32) for name, x in params.items()}
-    updates, state = jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, 0, None))(gradient, state, params)
+    updates, state = jax.jit(jax.vmap(tx.update, axis_name=AXIS, in_axes=(0, 0, None)))(gradient, state, params)
     for name in ("embedding", "bias"):
         np.testing.assert_allclose(updates[name][0], -gradient[name].mean(0), atol=1e-6)
     direction = -np.asarray(updates["kernel"])[0] / rate - 0.5

@@ -400,7 +400,7 @@ def over_transports() -> Iterator[Any]:
     level alone.
 
     Over ``gloo`` runs one row of each preset. In the quick tests only two rows are run over
-    ``shard_map``, and two as over gloo.
+    ``shard_map``, and one as over gloo.
     """
     for row in ROWS:
         few = len(row.sizes) <= 2
@@ -408,7 +408,7 @@ def over_transports() -> Iterator[Any]:
             slow = few and size != row.usual_size
             yield case(row, size, "shard_map", slow=slow, full=row.name not in ("oktopk", "hitopk"))
         if row.name == row.preset:
-            marks = [] if row.name in ("gtopk", "hitopk") else [pytest.mark.full]
+            marks = [] if row.name == "hitopk" else [pytest.mark.full]
             size = max(some(row, 8))
             yield pytest.param(row, size, "gloo", id=f"{row}-{size}-gloo", marks=marks)
         for transport in ["shard_map unchecked", *(["pmap"] if row.gpus is None else [])]:

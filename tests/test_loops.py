@@ -328,7 +328,7 @@ def test_a_loop_with_its_diff(file: str):
 
 @pytest.mark.parametrize(
     "file",
-    quick([file for file in DIFFS if file != "examples/mnist/train.py"], "named_sharding.py")
+    quick([file for file in DIFFS if file != "examples/mnist/train.py"], "train_state.py")
     + [pytest.param("examples/mnist/train.py", marks=pytest.mark.slow)],
 )
 def test_at_density_1_a_loop_is_what_it_was(file: str):

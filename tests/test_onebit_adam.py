@@ -8,7 +8,7 @@ import pytest
 
 import jsparse
 import oracles
-from tiers import quick
+from tiers import full, quick
 from transports import AXIS
 
 SIZE, N = 4, 2048
@@ -97,7 +97,7 @@ def test_a_bad_step_changes_nothing():
         _, state = update(gradient, state)
 
 
-@pytest.mark.parametrize("workers, bucket", [(3, 512), (4, 511), (8, 64)])
+@pytest.mark.parametrize("workers, bucket", [full(3, 512), (4, 511), full(8, 64)])
 def test_signs_are_those_of_the_oracle(workers: int, bucket: int):
     """Leaves shorter than a bucket, of a whole one, and with a rest; parts of zeros alone."""
     sizes = {"a": 60, "b": bucket, "c": 3 * bucket + 7, "d": 1}
@@ -152,8 +152,9 @@ def test_a_short_leaf_has_a_scale_of_its_own_values():
     state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
     gradient = {"bias": jnp.ones((SIZE, 60)), "large": jnp.full((SIZE, 700), 100.0)}
     exact = 0.0
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
     for _ in range(12):
-        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+        updates, state = update(gradient, state)
         exact = B1 * exact + (1 - B1)
         np.testing.assert_allclose(updates["bias"], exact, rtol=1e-5)
 
@@ -166,8 +167,9 @@ def test_parts_of_workers_begin_with_a_bucket(bucket: int):
     zeros, scales = [jnp.zeros(511)] * 3, (1.0, 1e-6, 1.0)
     state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(3))
     gradient = [jnp.full((3, 511), scale) for scale in scales]
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
     for _ in range(3):
-        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+        updates, state = update(gradient, state)
     for update, scale in zip(updates, scales, strict=True):
         np.testing.assert_allclose(update, scale, rtol=1e-5)
 
@@ -179,8 +181,9 @@ def test_the_end_of_a_leaf_has_a_scale_of_its_own():
     zeros = jnp.zeros(513)
     state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(SIZE))
     gradient = jnp.ones((SIZE, 513)).at[:, -1].set(1e-5)
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
     for _ in range(3):
-        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+        updates, state = update(gradient, state)
     np.testing.assert_allclose(updates, gradient, rtol=1e-5)
 
 
@@ -227,8 +230,9 @@ def test_small_gradients_in_half_precision():
     zeros = jnp.zeros(3, jnp.float16)
     state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(2))
     gradient = jnp.tile(jnp.array([1.0, 0.01, 1e-3], jnp.float16), (2, 1))
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
     for _ in range(6):
-        updates, state = jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS)(gradient, state)
+        updates, state = update(gradient, state)
         assert updates.dtype == jnp.float16
         assert np.isfinite(updates).all()
 

@@ -555,7 +555,7 @@ def test_unbiased_means_of_a_whole_step():
 
 
 @pytest.mark.parametrize("quantizer, step", [(Block8(64), 1 / 127), (BFloat16(), 2.0**-7)], ids=["8 bits", "bfloat16"])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", quick([False, True], True))
 @pytest.mark.parametrize("n", quick([M, 20_000], 20_000))
 def test_a_sum_in_fewer_bits(monkeypatch, quantizer, step: float, split: bool, n: int):
     """Compares with the sum of the rounded vectors of all workers, in numpy.

@@ -363,7 +363,13 @@ COMPOSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", quick(COMPOSED, "chain"))
-@pytest.mark.parametrize("sync", [CONTRIBUTORS, jsparse.demo(AXIS, k=2, chunk=4)], ids=["sparseloco", "demo"])
+@pytest.mark.parametrize(
+    "sync",
+    [
+        pytest.param(CONTRIBUTORS, id="sparseloco", marks=pytest.mark.full),
+        pytest.param(jsparse.demo(AXIS, k=2, chunk=4), id="demo"),
+    ],
+)
 def test_a_composed_mean_is_over_the_workers_that_sent(sync: Any, name: str):
     """Beside a worker that contributes nothing, too."""
     data = poisoned(*((1, step, 2) for step in range(EVERY)))

@@ -275,6 +275,6 @@ def test_leaves_that_go_densely_have_a_mean_over_workers():
     given = {"small": jnp.array([[1.0, 2.0], [3.0, 6.0]]), "large": jnp.arange(16.0).reshape(2, 8)}
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:]), given)
     state = jax.vmap(lambda _: tx.init(zeros), axis_name=AXIS)(jnp.arange(2))
-    updates, _ = jax.vmap(tx.update, axis_name=AXIS)(given, state)
+    updates, _ = jax.jit(jax.vmap(tx.update, axis_name=AXIS))(given, state)
     np.testing.assert_allclose(updates["small"], [[2.0, 4.0]] * 2)
     assert np.abs(updates["large"]).max() > 0

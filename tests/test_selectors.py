@@ -35,7 +35,7 @@ from jsparse.select import (
     gaussian,
 )
 from kernels_pallas import bitmap, reaches, sample_places, top_k_sample
-from tiers import quick
+from tiers import full, quick
 
 N = 40_000
 DENSITY = 0.01
@@ -128,13 +128,13 @@ def test_what_is_selected_is_of_the_vector(select):
 @pytest.mark.parametrize(
     ("select", "limit"),
     [
-        (TopK(DENSITY), 0.0),
-        (MSTopK(DENSITY), 0.0),
-        (BucketedTopK(DENSITY), 0.0),
-        (BlockTopK(40, 4000), 0.0),
+        full(TopK(DENSITY), 0.0),
+        full(MSTopK(DENSITY), 0.0),
+        full(BucketedTopK(DENSITY), 0.0),
+        full(BlockTopK(40, 4000), 0.0),
         (SampledThreshold(DENSITY), 0.05),
         (ReusedThreshold(DENSITY), 0.11),
-        (DgcThreshold(DENSITY, sample=0.05), 0.2),
+        full(DgcThreshold(DENSITY, sample=0.05), 0.2),
     ],
 )
 def test_the_count_stays_near_k_for_200_steps(select, limit: float, share: float):

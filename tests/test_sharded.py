@@ -415,7 +415,7 @@ def test_all_that_a_step_takes():
     "make",
     [
         lambda: jsparse.a2sgd("replica"),
-        lambda: jsparse.a2sgd("replica", per_leaf=True),
+        pytest.param(lambda: jsparse.a2sgd("replica", per_leaf=True), marks=pytest.mark.full),
         # Nothing is selected, so velocity and clipping are those of the whole gradient.
         lambda: jsparse.dgc("replica", density=1.0, momentum=0.9, clip_norm=0.01),
     ],

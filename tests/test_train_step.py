@@ -33,7 +33,7 @@ def loss_fn(params, batch):
 
 
 def chain(density=0.3, after=None):
-    return optax.chain(jsparse.oktopk(AXIS, density=density), after or optax.sgd(0.1))
+    return optax.chain(jsparse.topk_allgather(AXIS, density=density), after or optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("checked", quick([True, False], True))
@@ -213,7 +213,7 @@ def test_a_non_finite_loss_is_skipped_by_apply_if_finite():
 
 # The chains of docs/chain.md with a memory before the all-reduce.
 REMEMBERING = {
-    "trace": lambda: (jsparse.per_worker(optax.trace(0.9)), jsparse.oktopk(AXIS, density=0.3)),
+    "trace": lambda: (jsparse.per_worker(optax.trace(0.9)), jsparse.topk_allgather(AXIS, density=0.3)),
     "ema": lambda: (jsparse.per_worker(optax.ema(0.9, debias=False)), jsparse.vote(AXIS)),
     "lion": lambda: (jsparse.per_worker(optax.scale_by_lion()), jsparse.vote(AXIS)),
 }

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jsparse
 import oracles
+from tiers import quick
 from transports import AXIS
 
 
@@ -20,7 +21,7 @@ def votes(tx, gradient: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(each, axis_name=AXIS))(gradient))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", quick([1, 2, 3, 8], 3))
 def test_ties_and_zeros(size: int):
     rng = np.random.default_rng(0)
     gradient = rng.integers(-1, 2, (size, 1003)).astype(np.float32) * rng.random((size, 1003)).astype(np.float32)
@@ -65,7 +66,7 @@ def shapes(make):
     return {"b": make((3,)), "w": make((4, 6))}
 
 
-@pytest.mark.parametrize("rule", ["signum", "lion"])
+@pytest.mark.parametrize("rule", quick(["signum", "lion"], "signum"))
 def test_it_trains(rule: str):
     """The docstring's optimizers, through a training step: replicas agree, and the loss falls."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))

@@ -49,3 +49,8 @@ def quick(values: Iterable[Any], *few: Any) -> list[Any]:
     assert few, "name the quick ones"
     assert all(value in values for value in few), f"{few} are not all among {values}"
     return [value if value in few else pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def full(*values: Any) -> Any:
+    """The values of one case of a test's several parameters, marked ``full``."""
+    return pytest.param(*values, marks=pytest.mark.full)

@@ -62,7 +62,7 @@ def metrics(opt_state: Any, updates: Any = None) -> dict[str, jax.Array]:
     >>> tx = jsparse.topk_allgather("workers", density=0.25)
     >>> state = jax.vmap(lambda _: tx.init(jnp.zeros(4)), axis_name="workers")(jnp.arange(2))
     >>> gradients = jnp.array([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
-    >>> updates, state = jax.vmap(tx.update, axis_name="workers")(gradients, state)
+    >>> updates, state = jax.jit(jax.vmap(tx.update, axis_name="workers"))(gradients, state)
     >>> figures = jsparse.metrics(state, updates[0])
     >>> float(figures["jsparse/density"]), float(figures["jsparse/age"])
     (0.5, 1.5)
