@@ -328,7 +328,9 @@ def loss_fn(params, x):
     return jnp.sum(params["w"] * x)
 
 
-@pytest.mark.parametrize("tx", [topk(), jsparse.dense(AXIS)], ids=["topk", "dense"])
+@pytest.mark.parametrize(
+    "tx", [topk(), full(jsparse.oktopk(AXIS, density=0.5)), jsparse.dense(AXIS)], ids=["topk", "oktopk", "dense"]
+)
 def test_gradients_already_summed(tx):
     """Under ``check_vma=True``, jax.grad sums the gradient of replicated parameters."""
     mesh, params = transports.mesh(2), {"w": jnp.arange(3.0)}

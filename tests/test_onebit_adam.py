@@ -170,8 +170,8 @@ def test_parts_of_workers_begin_with_a_bucket(bucket: int):
     update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s, zeros), axis_name=AXIS))
     for _ in range(3):
         updates, state = update(gradient, state)
-    for update, scale in zip(updates, scales, strict=True):
-        np.testing.assert_allclose(update, scale, rtol=1e-5)
+    for leaf, scale in zip(updates, scales, strict=True):
+        np.testing.assert_allclose(leaf, scale, rtol=1e-5)
 
 
 @pytest.mark.full

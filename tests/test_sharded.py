@@ -15,7 +15,7 @@ import jsparse
 import oracles
 import transports
 from algorithms import DENSITY, ROWS, Row
-from tiers import quick
+from tiers import full, quick
 
 LEAVES = {"both": (20, 24), "one": (5, 64), "whole": (8, 40), "few": (3,), "scalar": (), "empty": (0, 4)}
 SPECS = {"both": P("fsdp", "tensor"), "one": P(None, "fsdp"), "whole": P(), "few": P(), "scalar": P(), "empty": P()}
@@ -415,7 +415,7 @@ def test_all_that_a_step_takes():
     "make",
     [
         lambda: jsparse.a2sgd("replica"),
-        pytest.param(lambda: jsparse.a2sgd("replica", per_leaf=True), marks=pytest.mark.full),
+        full(lambda: jsparse.a2sgd("replica", per_leaf=True)),
         # Nothing is selected, so velocity and clipping are those of the whole gradient.
         lambda: jsparse.dgc("replica", density=1.0, momentum=0.9, clip_norm=0.01),
     ],

@@ -52,5 +52,5 @@ def quick(values: Iterable[Any], *few: Any) -> list[Any]:
 
 
 def full(*values: Any) -> Any:
-    """The values of one case of a test's several parameters, marked ``full``."""
+    """One case of a test's parameters, a value for each of them, marked ``full``."""
     return pytest.param(*values, marks=pytest.mark.full)

@@ -81,11 +81,11 @@ def sparse_allreduce(
     Raises:
       ValueError: an argument is out of range, or does not fit another: random rounding with error
         feedback, sums that arrive late with error feedback, a ``subtract`` that the all-reduce
-        refuses, a wire for dense sums. From ``init`` and ``update``: a leaf
-        is not float16, bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the
-        axis is not bound. From ``update``: gradients are already summed, or may differ along
-        another mesh axis; the state is that of another transformation, or of leaves of other
-        shapes; ``mean="contributors"`` with another all-reduce than ``TopkAllGather``.
+        refuses, a wire for dense sums. From ``init`` and ``update``: a leaf is not float16,
+        bfloat16, float32 or float64; a bucket has ``2**31`` elements or more; the axis is not
+        bound. From ``update``: gradients are already summed, or may differ along another mesh
+        axis; the state is that of another transformation, or of leaves of other shapes;
+        ``mean="contributors"`` with another all-reduce than ``TopkAllGather``.
 
     Example::
 
