@@ -2,6 +2,7 @@
 
 from . import bitmap, hashing
 from ._implementation import choose, using
+from ._in_place import zero_of
 from ._varying import varying_as, varying_axes
 from .accumulate_and_select import accumulate_and_select
 from .add_sparse import add_sparse
@@ -12,6 +13,7 @@ from .norms import norms
 from .select_above import count_above, reaches, select_above
 from .select_block_top_k import select_block_top_k
 from .select_ms_top_k import select_ms_top_k
+from .select_segment_top_k import segment_top_k_bounds, segment_top_k_samples, select_segment_top_k
 from .select_stochastic import select_stochastic
 from .select_top_k import Marked, TopKSample, select_top_k, top_k_bound, top_k_sample
 
@@ -32,9 +34,12 @@ __all__ = [
     "norms",
     "reaches",
     "sample_places",
+    "segment_top_k_bounds",
+    "segment_top_k_samples",
     "select_above",
     "select_block_top_k",
     "select_ms_top_k",
+    "select_segment_top_k",
     "select_stochastic",
     "select_top_k",
     "top_k_bound",
@@ -42,4 +47,5 @@ __all__ = [
     "using",
     "varying_as",
     "varying_axes",
+    "zero_of",
 ]

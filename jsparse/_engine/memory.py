@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels_pallas import varying_as
+from kernels_pallas import varying_as, zero_of
 
 from .._vector.arguments import check_fields
-from .._vector.layout import Layout, zero_of
+from .._vector.layout import Layout
 from .._vector.parts import Parts
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector, Vector, to_dense

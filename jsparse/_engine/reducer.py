@@ -172,7 +172,7 @@ class Selecting(Reducer):
 
     def init(self, layout: Layout, size: int) -> SelectingState:
         n, dtype = layout.n, layout.dtype
-        return SelectingState(self.select.init(n, dtype), self.allreduce.init(n, size, dtype))
+        return SelectingState(self.select.init_for(layout), self.allreduce.init(n, size, dtype))
 
     def __call__(
         self, comm: Comm, pending: Pending, state: Any, *, layout: Layout, step: jax.Array, keep: jax.Array

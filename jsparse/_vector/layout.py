@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas import bitmap, reaches, sample_places, varying_as
+from kernels_pallas import bitmap, reaches, sample_places, varying_as, zero_of
 
 from .parts import Parts
 from .sparse_vector import Leaf, SparseVector, first_from, to_dense
@@ -46,6 +46,11 @@ class Layout:
     @property
     def n(self) -> int:
         return self.offsets[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many elements each leaf has."""
+        return [end - begin for begin, end in itertools.pairwise(self.offsets)]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -167,13 +172,39 @@ class Layout:
         """
         places = sample_places(lax.iota(jnp.uint32, size), self.n, size).astype(jnp.int32)
         at = sample_places(np.arange(size, dtype=np.uint32), self.n, size)
-        edges = np.searchsorted(at, self.offsets)
-        parts = [
-            leaf.reshape(-1)[places[begin:end] - offset].astype(self.dtype)
-            for leaf, offset, (begin, end) in zip(leaves, self.offsets, itertools.pairwise(edges), strict=False)
-            if begin < end
+        edges = itertools.pairwise(np.searchsorted(at, self.offsets))
+        here = [places[begin:end] - offset for offset, (begin, end) in zip(self.offsets, edges, strict=False)]
+        return self._add_at(vector, leaves, keep, limit, here)
+
+    def add_samples(
+        self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float, sizes: Sequence[int]
+    ) -> jax.Array:
+        """What :meth:`add_leaves` gives at some places of each leaf, one leaf after another.
+
+        Args:
+          vector, leaves, keep, limit: as of :meth:`add_leaves`.
+          sizes: for each leaf, at how many of its places: as of ``kernels_pallas.sample_places``.
+        """
+        none = jnp.zeros(0, jnp.int32)
+        here = [
+            sample_places(lax.iota(jnp.uint32, size), n, size).astype(jnp.int32) if size else none
+            for n, size in zip(self.lengths, sizes, strict=True)
         ]
-        return self._sum(vector[places], jnp.concatenate(parts), keep, limit)
+        return self._add_at(vector, leaves, keep, limit, here)
+
+    def _add_at(
+        self,
+        vector: jax.Array,
+        leaves: Sequence[jax.Array],
+        keep: jax.Array,
+        limit: float,
+        places: Sequence[jax.Array],
+    ) -> jax.Array:
+        """What :meth:`add_leaves` gives at these places of each leaf."""
+        used = [(leaf, offset, at) for leaf, offset, at in zip(leaves, self.offsets, places, strict=False) if at.size]
+        window = vector[jnp.concatenate([offset + at for _, offset, at in used])]
+        part = jnp.concatenate([leaf.reshape(-1)[at].astype(self.dtype) for leaf, _, at in used])
+        return self._sum(window, part, keep, limit)
 
     def add_and_mark(
         self, vector: jax.Array, leaves: Sequence[jax.Array], keep: jax.Array, limit: float, threshold: jax.Array
@@ -183,14 +214,19 @@ class Layout:
         A long leaf is added in pieces. Each is marked while it is still in the core's cache, so
         that the sum is not read from memory again.
 
+        Args:
+          vector, leaves, keep, limit: as of :meth:`add_leaves`.
+          threshold: a scalar, or one for each leaf.
+
         Returns:
           The sum; and the bitmap of the elements that reach the threshold.
         """
         # It depends on the threshold, so XLA computes first what that depends on. Only then can it
         # overwrite the vector in place.
-        zero = zero_of(threshold >= 0)
+        zero = zero_of(jnp.all(threshold >= 0))
+        thresholds = [threshold[i] if threshold.ndim else threshold for i in range(len(leaves))]
         windows, marked = self._pieces(), []
-        for leaf, (begin, end) in zip(leaves, itertools.pairwise(self.offsets), strict=True):
+        for leaf, own, (begin, end) in zip(leaves, thresholds, itertools.pairwise(self.offsets), strict=True):
             part = leaf.reshape(-1)
             first, last = next(((b, e) for b, e in windows if begin <= b < end), (end, end))
             for b, e in ((begin, first), (last, end)):
@@ -198,14 +234,37 @@ class Layout:
                     vector = self._add_window(vector, part[b - begin : e - begin], b + zero, keep, limit)
             if first < last:
                 begins = range(first, last, PIECE)
-                vector, columns = self._add_pieces(vector, part, begin, begins, keep, limit, threshold)
+                vector, columns = self._add_pieces(vector, part, begin, begins, keep, limit, own)
                 marked.append(columns)
         # The squares between the windows.
         whole = self.n // bitmap.SQUARE * bitmap.SQUARE
         begins, ends = [0, *(end for _, end in windows)], [*(begin for begin, _ in windows), whole]
-        between = [_mark(vector[b:e], threshold) for b, e in zip(begins, ends, strict=True)]
-        squares = [between[0], *itertools.chain.from_iterable(zip(marked, between[1:], strict=True))]
-        return vector, bitmap.of_squares(squares, reaches(vector[whole:], threshold))
+        between = [self._mark(vector, threshold, b, e) for b, e in zip(begins, ends, strict=True)]
+        squares = [
+            *between[0],
+            *itertools.chain(*([own, *rest] for own, rest in zip(marked, between[1:], strict=True))),
+        ]
+        return vector, bitmap.of_squares(squares, self._reaches(vector, threshold, whole, self.n))
+
+    def _mark(self, vector: jax.Array, threshold: jax.Array, begin: int, end: int) -> list[jax.Array]:
+        """Marks the squares of a part of the vector: their columns, in one array or several."""
+        # The stretches of whole squares with one threshold each, and what is between them. XLA
+        # would mark them all together in six times the time.
+        edges = [begin, end]
+        if threshold.ndim:
+            for b, e in itertools.pairwise(np.clip(self.offsets, begin, end).tolist()):
+                first, last = -(-b // bitmap.SQUARE) * bitmap.SQUARE, e // bitmap.SQUARE * bitmap.SQUARE
+                edges += [first, last] if first < last else []
+        parts = itertools.pairwise(sorted(edges))
+        return [_columns(self._reaches(vector, threshold, b, e)) for b, e in parts if b < e]
+
+    def _reaches(self, vector: jax.Array, threshold: jax.Array, begin: int, end: int) -> jax.Array:
+        """Which elements of a part of the vector reach the threshold, or that of their leaf."""
+        if not threshold.ndim:
+            return reaches(vector[begin:end], threshold)
+        edges = np.clip(self.offsets, begin, end).tolist()
+        masks = [reaches(vector[b:e], threshold[i]) for i, (b, e) in enumerate(itertools.pairwise(edges)) if b < e]
+        return jnp.concatenate(masks) if masks else jnp.zeros(0, bool)
 
     def _add_pieces(
         self,
@@ -234,7 +293,7 @@ class Layout:
             here = begins.start + i * PIECE
             piece = lax.dynamic_slice(part, (here - offset,), (PIECE,))
             vector = self._add_window(vector, piece, here, keep, limit)
-            squares = _mark(lax.dynamic_slice(vector, (here,), (PIECE,)), threshold)
+            squares = _columns(reaches(lax.dynamic_slice(vector, (here,), (PIECE,)), threshold))
             return vector, lax.dynamic_update_slice(columns, squares, (i * (PIECE // bitmap.SQUARE), 0))
 
         columns = jnp.zeros((len(begins) * (PIECE // bitmap.SQUARE), bitmap.WORD), jnp.uint32)
@@ -273,16 +332,6 @@ class Layout:
         ]
 
 
-def _mark(part: jax.Array, threshold: jax.Array) -> jax.Array:
-    """The columns of the squares of a part: which elements reach a threshold."""
-    return bitmap.pack_squares(reaches(part, threshold).reshape(-1, bitmap.WORD, bitmap.WORD))
-
-
-def zero_of(true: jax.Array) -> jax.Array:
-    """A zero that XLA does not know to be constant, from any boolean.
-
-    XLA:CPU updates a slice in place only if it reads the slice at the same index, and only if that
-    index is not a constant. With constant indices it goes over the whole vector for every leaf,
-    which takes a thousand times as long for all leaves.
-    """
-    return jnp.minimum(true.astype(jnp.int32), 0)
+def _columns(mask: jax.Array) -> jax.Array:
+    """The columns of the squares of a mask."""
+    return bitmap.pack_squares(mask.reshape(-1, bitmap.WORD, bitmap.WORD))

@@ -47,8 +47,16 @@ class Pending:
         assert self.vector is not None
         return self.layout.add_sample(self.vector, self._arrays(), self.keep, self.limit, size)
 
+    def samples(self, sizes: Sequence[int]) -> jax.Array:
+        """The sum at ``kernels_pallas.sample_places`` of each part, in which they are so many."""
+        assert self.vector is not None
+        return self.layout.add_samples(self.vector, self._arrays(), self.keep, self.limit, sizes)
+
     def add_up_and_mark(self, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The sum, and the bitmap of its elements that reach a threshold, in one pass."""
+        """The sum, and the bitmap of its elements that reach a threshold, in one pass.
+
+        The threshold is a scalar, or one for each part.
+        """
         assert self.vector is not None
         return self.layout.add_and_mark(self.vector, self._arrays(), self.keep, self.limit, threshold)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -158,6 +159,21 @@ class SparseVector:
         places = first[:, None] + lax.iota(jnp.int32, self.capacity)[None]
         places = jnp.where(self.indices < self.n, places, capacity)
         return self._place(places, capacity)
+
+    @staticmethod
+    def end_to_end(runs: Sequence["SparseVector"]) -> "SparseVector":
+        """The vector whose parts, one after another, are those of these runs: as one run."""
+        n, capacity = sum(x.n for x in runs), sum(x.capacity for x in runs)
+        begin, first = 0, jnp.int32(0)
+        values, indices, places = [], [], []
+        for x in runs:
+            used = x.indices < x.n
+            values.append(x.values)
+            indices.append(jnp.where(used, begin + x.indices, n))
+            places.append(jnp.where(used, first + lax.iota(jnp.int32, x.capacity), capacity))
+            begin, first = begin + x.n, first + x.count
+        whole = SparseVector(jnp.concatenate(values), jnp.concatenate(indices), n)
+        return whole._place(jnp.concatenate(places), capacity)
 
     def join(self, capacity: int) -> "SparseVector":
         """The same vector as one run, if no index occurs twice. The indices may have any order."""

@@ -63,6 +63,11 @@ def unbalanced(comm: Any, *, density: float) -> SparseAllReduce:
     return sparse_allreduce(comm, select=select.TopK(density), allreduce=OkTopk(balance_above=math.inf))
 
 
+def per_leaf(comm: Any, *, density: float) -> SparseAllReduce:
+    """Every worker's top-k of each leaf, gathered as one message."""
+    return presets.topk_allgather(comm, select=select.PerLeaf(select.TopK(density)))
+
+
 BF16, FOUR_BITS = wire.Compact(quantize.BFloat16()), wire.Compact(quantize.Codebook(4))
 # DDP's size of a bucket.
 BUCKET = 25 * 2**20
@@ -91,6 +96,7 @@ FORMS = [
     Form("oktopk", preset(presets.oktopk)),
     Form("oktopk, dense update", preset(presets.oktopk), dense_update=True),
     Form("topk_allgather, leaf", preset(presets.topk_allgather, scope="leaf"), dense_update=True, leaves=True),
+    Form("topk_allgather, per leaf", per_leaf, dense_update=True, leaves=True),
     Form("oktopk, sampled", preset(presets.oktopk, select.SampledThreshold)),
     Form("oktopk, reused", preset(presets.oktopk, select.ReusedThreshold)),
     Form("oktopk, rotate", preset(presets.oktopk, split="rotate")),

@@ -9,6 +9,7 @@ from .fixed import FixedThreshold
 from .gaussian import GaussianThreshold
 from .mstopk import MSTopK
 from .non_zero import NonZero
+from .per_leaf import PerLeaf, PerLeafState
 from .random_k import RandomK
 from .reused import ReusedThreshold, ReusedThresholdState
 from .sampled import SampledThreshold
@@ -24,6 +25,8 @@ __all__ = [
     "GaussianThreshold",
     "MSTopK",
     "NonZero",
+    "PerLeaf",
+    "PerLeafState",
     "RandomK",
     "ReusedThreshold",
     "ReusedThresholdState",

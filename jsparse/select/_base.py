@@ -1,6 +1,7 @@
 """What selectors have in common."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from kernels_pallas import bitmap, select_above
 
 from .._vector.arguments import check_fields
 from .._vector.density import check_density
+from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector
 
@@ -52,6 +54,10 @@ class Selector:
         """
         raise NotImplementedError(f"{type(self).__name__} has to define this: see jsparse.select.Selector")
 
+    def init_for(self, layout: Layout) -> Any:
+        """The state for vectors of this layout: by default that for their length."""
+        return self.init(layout.n, layout.dtype)
+
     def accumulate_and_select(
         self, pending: Pending, state: Any, step: jax.Array, rank: jax.Array
     ) -> tuple[Leaf, SparseVector, Any]:
@@ -69,6 +75,26 @@ class Selector:
         """
         acc = pending.add_up()
         return acc, *self(acc, state, step, rank)
+
+    def select_per_leaf(
+        self, pending: Pending, states: Sequence[Any], step: jax.Array, rank: jax.Array
+    ) -> tuple[jax.Array, SparseVector, Sequence[Any]]:
+        """Adds the vector up and selects from each of its leaves, as :class:`PerLeaf` asks.
+
+        A selector that can select from all leaves at once overrides this.
+
+        Args:
+          pending: the vector. Its layout says where the leaves are.
+          states: one for each leaf, from ``init`` or from the step before.
+          step, rank: as when called.
+
+        Returns:
+          The vector; the selected elements of all leaves, as one run; and the new states.
+        """
+        acc = pending.add_up()
+        leaves = [leaf.reshape(-1) for leaf in pending.layout.windows(acc)]
+        selected = [self(leaf, state, step, rank) for leaf, state in zip(leaves, states, strict=True)]
+        return acc, SparseVector.end_to_end([x for x, _ in selected]), [state for _, state in selected]
 
 
 class SelectorState(NamedTuple):

@@ -84,7 +84,7 @@ PLAIN = Primitives(search, lambda x, threshold, capacity: take(x, above(x, thres
 
 def kth_magnitude(x: jax.Array, k: int, primitives: Primitives = PLAIN) -> jax.Array:
     if k >= x.shape[0]:
-        return jnp.zeros((), x.dtype)
+        return varying_as(jnp.zeros((), x.dtype), x)
     capacity = superset_capacity(x.shape[0], k, primitives.sample_size(x.shape[0]))
     if capacity is None:
         return primitives.search(x, k)
