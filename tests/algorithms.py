@@ -461,6 +461,13 @@ ROWS = [
         (3, 8),
         selects=lambda acc, step, rank, last: oracles.block_top_k(acc, 3, 60),
     ),
+    # A lower density: the numbers of the leaves are rounded up, together to more than k.
+    Row(
+        "topk_allgather-per_leaf",
+        lambda comm, density: jsparse.topk_allgather(comm, select=select.PerLeaf(select.TopK(0.9 * density))),
+        sizes=(3,),
+    ),
+    Row("oktopk-per_leaf", oktopk_selecting(lambda d: select.PerLeaf(select.ReusedThreshold(d))), sizes=(3,)),
     Row("topk_allgather-chunked", topk_allgather_selecting(select.ChunkedTopK), sizes=(3,)),
     Row("topk_allgather-random_k", topk_allgather_selecting(select.RandomK), sizes=(3,), waits=4),
     Row(

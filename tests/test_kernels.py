@@ -60,6 +60,56 @@ def assert_run(x: np.ndarray, got, expected: np.ndarray) -> None:
     assert count == m
 
 
+SEGMENTS = [(31,), (2, 3, 1), (1000, 24, 1024, 1, 7), (40_000, 10, 30_000, 3, 2000)]
+
+
+@pytest.mark.parametrize("share", quick([0.01, 0.3, 1.0], 0.01))
+@pytest.mark.parametrize("lengths", quick(SEGMENTS, SEGMENTS[3]), ids=str)
+def test_top_k_of_segments_is_exact(lengths: tuple[int, ...], share: float):
+    n, quota = sum(lengths), tuple(max(1, round(share * length)) for length in lengths)
+    select = jax.jit(functools.partial(kernels_pallas.select_segment_top_k, lengths=lengths, quota=quota))
+    begins = np.cumsum([0, *lengths])
+    inputs = {name: make(name, n) for name in INPUTS}
+    scale = 10.0 ** np.linspace(-30, 30, len(lengths))
+    inputs["unlike segments"] = (make("gaussian", n) * np.repeat(scale, lengths)).astype(np.float32)
+    inputs["NaN"] = np.where(np.arange(n) % 3 == 0, np.nan, make("ties", n))
+    inputs["infinite"] = np.where(np.arange(n) % 5 == 0, -np.inf, make("gaussian", n))
+    for x in inputs.values():
+        parts = zip(begins, lengths, quota, strict=False)
+        chosen = [begin + top_k(x[begin : begin + length], k) for begin, length, k in parts]
+        values, indices, counts, smallest = select(x)
+        assert_run(x, (values, indices, counts.sum()), np.concatenate(chosen))
+        np.testing.assert_array_equal(counts, [len(of_segment) for of_segment in chosen])
+        least = [np.abs(x[of_segment]).min(initial=np.inf) for of_segment in chosen]
+        np.testing.assert_array_equal(smallest, np.array(least, np.float32))
+
+
+@pytest.mark.parametrize("bounds", ["that hold", "too high", "too low"])
+def test_top_k_of_segments_does_without_bounds_that_do_not_hold(bounds: str):
+    lengths, quota = (20_000, 5, 40_000), (200, 1, 400)
+    x = jnp.asarray(make("layered", sum(lengths)))
+    sizes = kernels_pallas.segment_top_k_samples(lengths, quota)
+    begins = np.cumsum([0, *lengths])
+    places = [
+        begin + kernels_pallas.sample_places(np.arange(size, dtype=np.uint32), n, size)
+        for begin, n, size in zip(begins, lengths, sizes, strict=False)
+        if size
+    ]
+    thresholds = kernels_pallas.segment_top_k_bounds(x[np.concatenate(places).astype(np.int32)], lengths, quota)
+    thresholds = {"that hold": thresholds, "too high": thresholds.at[2].mul(10), "too low": 0 * thresholds}[bounds]
+    reached = kernels_pallas.reaches(x, jnp.repeat(thresholds, np.array(lengths)))
+    counts = [int(part.sum()) for part in np.split(reached, begins[1:-1])]
+    enough = all(count >= k for count, k in zip(counts, quota, strict=True))
+    assert (enough, sum(counts) > sum(lengths) // 4) == {
+        "that hold": (True, False),
+        "too high": (False, False),
+        "too low": (True, True),
+    }[bounds]
+    marked = kernels_pallas.Marked(thresholds, bitmap.pack(reached))
+    select = jax.jit(functools.partial(kernels_pallas.select_segment_top_k, lengths=lengths, quota=quota))
+    jax.tree.map(np.testing.assert_array_equal, select(x, marked=marked), select(x))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def jitted_top_k(x, k):
     return kernels_pallas.select_top_k(x, k), kernels_pallas.kth_magnitude(x, k)

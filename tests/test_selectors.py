@@ -26,6 +26,7 @@ from jsparse.select import (
     GaussianThreshold,
     MSTopK,
     NonZero,
+    PerLeaf,
     RandomK,
     ReusedThreshold,
     SampledThreshold,
@@ -205,7 +206,8 @@ def test_random_elements_are_the_same_on_all_workers_by_default():
     np.testing.assert_array_equal(at_steps(RandomK(DENSITY), ones, 3), at_steps(RandomK(DENSITY), ones, 3, rank=1))
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("per_leaf", [False, True])
+@pytest.mark.parametrize("keep", quick([True, False], True))
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -215,7 +217,7 @@ def test_random_elements_are_the_same_on_all_workers_by_default():
         [(100,), (9001,), (100,)],
     ],
 )
-def test_a_vector_is_marked_while_it_is_added_up(shapes, keep: bool, monkeypatch):
+def test_a_vector_is_marked_while_it_is_added_up(shapes, keep: bool, per_leaf: bool, monkeypatch):
     monkeypatch.setattr(layout, "PIECE", 2048)
     rng, types = np.random.default_rng(0), (jnp.float32, jnp.bfloat16)
     leaves = [jnp.asarray(rng.standard_normal(shape), types[i % 2]) for i, shape in enumerate(shapes)]
@@ -224,11 +226,79 @@ def test_a_vector_is_marked_while_it_is_added_up(shapes, keep: bool, monkeypatch
     pending = Pending(vector, leaves, jnp.bool_(keep), places, limit=3.0)
     assert pending.worth_marking()
     want = pending.add_up()
-    acc, words = jax.jit(Pending.add_up_and_mark)(pending, jnp.float32(1.7))
+    thresholds = jnp.linspace(1.7, 0.4, len(leaves)) if per_leaf else jnp.float32(1.7)
+    acc, words = jax.jit(Pending.add_up_and_mark)(pending, thresholds)
     np.testing.assert_array_equal(acc, want)
-    np.testing.assert_array_equal(words, bitmap.pack(reaches(want, 1.7)))
+    each = jnp.repeat(thresholds, np.array(places.lengths)) if per_leaf else thresholds
+    np.testing.assert_array_equal(words, bitmap.pack(reaches(want, each)))
     sampled = sample_places(np.arange(257, dtype=np.uint32), places.n, 257)
     np.testing.assert_array_equal(pending.sample(257), want[sampled])
+    sizes = [min(n, 64) for n in places.lengths]
+    at = [sample_places(np.arange(m, dtype=np.uint32), n, m) for n, m in zip(places.lengths, sizes, strict=True) if m]
+    begins = [begin for begin, m in zip(places.offsets, sizes, strict=False) if m]
+    sampled = np.concatenate([begin + here for begin, here in zip(begins, at, strict=True)])
+    np.testing.assert_array_equal(pending.samples(sizes), want[sampled])
+
+
+LEAVES = {"a": (300, 40), "b": (7,), "c": (1,), "d": (500, 24), "e": (0,), "f": (64, 64)}
+
+
+@pytest.mark.parametrize(
+    "select",
+    quick(
+        [*SELECTORS, *OTHERS, TopK(1.0)],
+        TopK(DENSITY),
+        ReusedThreshold(DENSITY),  # Its state differs from leaf to leaf.
+        BlockTopK(40, 4000),
+    ),
+    ids=repr,
+)
+def test_per_leaf_selects_what_scope_leaf_selects(select):
+    """In two steps, to the bit; and with one message, where that has one for each leaf."""
+    rng, workers = np.random.default_rng(4), 2
+    mesh = jax.make_mesh((workers,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
+    steps = [
+        {name: rng.standard_normal((workers, *shape)).astype(np.float32) for name, shape in LEAVES.items()}
+        for _ in range(2)
+    ]
+
+    def run(tx):
+        def both(*steps):
+            state, updates = tx.init(jax.tree.map(lambda x: x[0], steps[0])), []
+            for grads in steps:
+                update, state = tx.update(jax.tree.map(lambda x: x[0], grads), state)
+                updates.append(update)
+            residual = jnp.concatenate([bucket.memory.residual for bucket in state.buckets])
+            return jax.tree.map(lambda x: x[None], (updates, residual))
+
+        along = jax.sharding.PartitionSpec("workers")
+        return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=along, out_specs=along))(*steps)
+
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        run(jsparse.topk_allgather("workers", select=PerLeaf(select))),
+        run(jsparse.topk_allgather("workers", select=select, scope="leaf")),
+    )
+
+
+def test_per_leaf_sends_one_message_and_reports_of_all_leaves():
+    params, sizes = {name: jnp.ones(shape) for name, shape in LEAVES.items()}, {"workers": 2}
+
+    def messages(tx):
+        return jsparse.traffic(lambda grads: tx.update(grads, tx.init(grads))[0], params, axis_sizes=sizes).messages
+
+    # Beside the gathers, maxima of two messages each: workers agree on the step and whether the
+    # gradient is finite, with several vectors by two of them.
+    assert messages(jsparse.topk_allgather("workers", select=PerLeaf(TopK(DENSITY)))) == 1 + 2
+    assert messages(jsparse.topk_allgather("workers", density=DENSITY, scope="leaf")) == 5 + 4
+    state = PerLeaf(TopK(0.5)).init_for(Layout.of([jnp.zeros(4), jnp.zeros(2), jnp.zeros(2)]))
+    leaves = [jnp.array([4.0, -3.0, 2.0, 1.0]), jnp.array([0.0, 0.0]), jnp.array([9.0, -8.0])]
+    pending = Pending(None, leaves, jnp.bool_(True), Layout.of(leaves))
+    _, x, state = PerLeaf(TopK(0.5)).accumulate_and_select(pending, state, jnp.int32(0), jnp.int32(0))
+    np.testing.assert_array_equal(x.indices, [0, 1, 6, 8])
+    assert (state.threshold[0], state.selected[0]) == (3.0, 3)
+    np.testing.assert_array_equal(state.leaves.threshold, [3, 0, 9])
+    np.testing.assert_array_equal(state.leaves.selected, [2, 0, 1])
 
 
 def test_a_bitmap_is_turned_from_arrays_in_memory(monkeypatch):

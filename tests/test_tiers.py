@@ -11,7 +11,8 @@ from tiers import TIER_OF, TIERS, chosen, quick, tier
 
 # Public classes that are protocols, states and results, or parts of no transformation.
 OTHERS = {
-    *("Selector", "SelectorState", "ReusedThresholdState", "AllReduce", "OkTopkState", "ParameterServerState"),
+    *("Selector", "SelectorState", "ReusedThresholdState", "PerLeafState"),
+    *("AllReduce", "OkTopkState", "ParameterServerState"),
     *("ReduceReport", "Quantizer", "Wire", "Messages"),
 }
 

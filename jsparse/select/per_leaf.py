@@ -47,11 +47,10 @@ class PerLeaf(Selector):
       select: the selector. A random one draws the same numbers in leaves of one length.
       density: that of ``select``. The number of elements of each leaf is rounded, and at least 1.
 
-    >>> select = PerLeaf(TopK(0.25))
-    >>> tx = jsparse.topk_allgather("workers", select=select)
-    >>> grads = {"a": jnp.array([1.0, 2.0, 3.0, 4.0]), "b": jnp.array([0.1, 0.3, 0.2, 0.4])}
-    >>> mesh = jax.make_mesh((1,), ("workers",))
-    >>> mean = jsparse.over_mesh(tx, mesh)
+    >>> tx = jsparse.topk_allgather("workers", select=PerLeaf(jsparse.select.TopK(0.25)))
+    >>> grads = {"a": jnp.array([[1.0, 2.0, 3.0, 4.0]]), "b": jnp.array([[0.1, 0.3, 0.2, 0.4]])}  # of one worker
+    >>> jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="workers")(grads)["b"]
+    Array([[0. , 0. , 0. , 0.4]], dtype=float32)
     """
 
     select: Selector

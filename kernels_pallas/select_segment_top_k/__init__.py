@@ -63,8 +63,12 @@ def select_segment_top_k(
 def segment_top_k_samples(lengths: Sequence[int], quota: Sequence[int]) -> list[int] | None:
     """How many elements :func:`segment_top_k_bounds` needs of each segment.
 
-    It is 0 for a short segment, or one of which most is selected: its bound is 0. None if that
-    would be of no use.
+    Args:
+      lengths, quota: as of :func:`select_segment_top_k`.
+
+    Returns:
+      A number for each segment. It is 0 for a short one, or one of which much is selected: its
+      bound is 0. None if bounds would be of no use.
     """
     sizes = xla.sample_sizes(lengths, quota)
     return None if xla.room(lengths, quota, sizes) is None else sizes
