@@ -103,6 +103,10 @@ ALGORITHMS = {
     "ssar_recursive_doubling-stochastic": lambda density: jsparse.ssar_recursive_doubling(
         "workers", select=select.StochasticTopK(density, bucket=512), scope="leaf", dense_below=10_000
     ),
+    # The same selection, sent as one message.
+    "ssar_recursive_doubling-per_leaf": lambda density: jsparse.ssar_recursive_doubling(
+        "workers", select=select.PerLeaf(select.StochasticTopK(density, bucket=512)), dense_below=10_000
+    ),
     **{f"topk_allgather-{name}": functools.partial(selecting, kind) for name, kind in SELECTORS.items()},
 }
 # Functions of the density and the steps of the warm-up, in which they do something else.

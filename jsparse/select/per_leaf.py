@@ -48,8 +48,9 @@ class PerLeaf(Selector):
       density: that of ``select``. The number of elements of each leaf is rounded, and at least 1.
 
     >>> tx = jsparse.topk_allgather("workers", select=PerLeaf(jsparse.select.TopK(0.25)))
-    >>> grads = {"a": jnp.array([[1.0, 2.0, 3.0, 4.0]]), "b": jnp.array([[0.1, 0.3, 0.2, 0.4]])}  # of one worker
-    >>> jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="workers")(grads)["b"]
+    >>> grads = {"a": jnp.array([[1.0, 2.0, 3.0, 4.0]]), "b": jnp.array([[0.1, 0.3, 0.2, 0.4]])}
+    >>> first = lambda grads: tx.update(grads, tx.init(grads))[0]
+    >>> jax.vmap(first, axis_name="workers")(grads)["b"]  # one worker
     Array([[0. , 0. , 0. , 0.4]], dtype=float32)
     """
 
