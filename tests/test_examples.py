@@ -1042,6 +1042,7 @@ def test_wrong_options_of_the_command_line(arguments, message: str, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_file_that_fails_ends_the_command_line(monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device", "x.json")

@@ -242,7 +242,7 @@ def test_estimates_are_the_same():
         np.testing.assert_array_equal(*(estimate(make(name, N), ranks) for estimate in estimates))
 
 
-@pytest.mark.parametrize("given", quick([(1, 1), (512, 40), (70_001, 60_000), (150_000, 700)], (70_001, 60_000)))
+@pytest.mark.parametrize("given", quick([(1, 1), (512, 40), (70_001, 60_000), (150_000, 700)], (512, 40)))
 def test_the_largest_of_a_vector_that_programs_hold(given: tuple[int, int]):
     """Of several blocks, with ties in all of them, and of fewer elements than are asked for."""
     n, k = given

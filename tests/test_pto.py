@@ -19,7 +19,7 @@ from jsparse._share.elementwise import mixing_primitive
 from jsparse._share.parts import share_out
 from jsparse._share.trust_ratio import cut
 from jsparse.bench.pto import resnet50
-from tiers import quick
+from tiers import full, quick
 from transports import AXIS
 
 WHOLE, ALONG = PartitionSpec(), PartitionSpec(AXIS)
@@ -62,7 +62,13 @@ def mixed(x, scale=2):
 @pytest.mark.parametrize(
     ("rows", "size", "transport"),
     [
-        *[(rows, size, "vmap") for rows in (0, 1, 2, 5, 9, 16) for size in (1, 2, 3, 8)],
+        *[(rows, size, "vmap") for rows in (0, 2, 5, 16) for size in (1, 3, 8)],
+        *[
+            full(rows, size, "vmap")
+            for rows in (0, 1, 2, 5, 9, 16)
+            for size in (1, 2, 3, 8)
+            if rows in (1, 9) or size == 2
+        ],
         *[(9, 4, transport) for transport in TRANSPORTS[1:]],
         (3, 8, "shard_map"),
         (0, 2, "shard_map"),

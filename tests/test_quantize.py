@@ -28,7 +28,7 @@ from jsparse.quantize import (
 )
 from jsparse.quantize._base import Scaled
 from jsparse.quantize._coded import Coded
-from tiers import quick
+from tiers import full, quick
 
 M = 1003
 QUANTIZERS = [
@@ -370,7 +370,9 @@ def code_as(monkeypatch, on_cpu: bool) -> None:
 @pytest.mark.parametrize("on_cpu", quick([True, False], True))
 @pytest.mark.parametrize("size", quick([24_600, 20_000, 8_192], 20_000))
 @pytest.mark.parametrize(
-    "quantizer", [QSGD(), TernGrad(), Sign(64), Block8(), Int4(), Float4(None), Float16(), Codebook(4)], ids=str
+    "quantizer",
+    [QSGD(), full(TernGrad()), Sign(64), Block8(), full(Int4()), Float4(None), Float16(), full(Codebook(4))],
+    ids=str,
 )
 def test_decodes_into_a_window(monkeypatch, quantizer, size: int, on_cpu: bool):
     """As if the values were decoded first, to the last bit: a product and a sum round twice."""

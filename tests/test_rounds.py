@@ -63,7 +63,7 @@ def check_by_hand(options: dict[str, Any], recipe: Recipe, poison=(), rounds: in
     return state
 
 
-@pytest.mark.parametrize("form", quick(FORMS | RECIPES, "merged-unlike", "streaming", "sparseloco"))
+@pytest.mark.parametrize("form", quick(FORMS | RECIPES, "merged-unlike", "sparseloco"))
 @pytest.mark.parametrize("checked", quick([True, False], True))
 def test_a_round_is_its_papers(form: str, checked: bool):
     check_by_hand({"check_vma": checked}, (FORMS | RECIPES)[form])

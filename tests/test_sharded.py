@@ -417,7 +417,7 @@ def test_all_that_a_step_takes():
         lambda: jsparse.a2sgd("replica"),
         full(lambda: jsparse.a2sgd("replica", per_leaf=True)),
         # Nothing is selected, so velocity and clipping are those of the whole gradient.
-        lambda: jsparse.dgc("replica", density=1.0, momentum=0.9, clip_norm=0.01),
+        full(lambda: jsparse.dgc("replica", density=1.0, momentum=0.9, clip_norm=0.01)),
     ],
     ids=["a2sgd", "a2sgd-leaf", "dgc-clipped"],
 )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jsparse
+from tiers import quick
 
 CAPACITY = 6
 
@@ -44,7 +45,7 @@ def test_runs_are_summed(n: int, data):
     assert (np.asarray(got["merged"].values)[len(members) :] == 0).all()
 
 
-@pytest.mark.parametrize("n", [20, 64])
+@pytest.mark.parametrize("n", quick([20, 64], 64))
 def test_joining_and_concatenating(n: int):
     ordered, dense = vector([{1, 2}, set(), {5, 9, 13}], n)
     shuffled, _ = vector([{5, 9, 13}, {1, 2}, set()], n)

@@ -356,7 +356,7 @@ def test_bad_input_is_refused(make, call, message: str):
         ({"model_state": "mean", "has_aux": True}, lambda loss, kept: (loss, kept), "dict where"),
     ],
 )
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", quick([1, 2], 2))
 def test_what_a_loss_returns_is_checked(make, returned, message: str, micro_batches: int):
     def loss(params, batch, model_state=None):
         return returned(loss_fn(params, batch), model_state)
