@@ -158,6 +158,8 @@ ARGUMENTS = [
     (lambda: select.GaussianThreshold(0.1, "often"), "adjust is 'often'.*enough"),
     (lambda: select.RandomK(1.5), "density is 1.5"),
     (lambda: select.ChunkedTopK(0.0), "density is 0.0"),
+    (lambda: select.PerLeaf(0.1), r"select is 0.1; it is the selector for each leaf, such as TopK\(0.01\)"),
+    (lambda: jsparse.oktopk(AXIS, density=0.1, select=select.PerLeaf(select.TopK(0.2))), "and that of.* is 0.2"),
     (lambda: jsparse.oktopk(AXIS, density=0.1, select=select.TopK(0.2)), "density is 0.1, and that of.* is 0.2"),
     (lambda: jsparse.oktopk(AXIS), "density is missing"),
     (lambda: jsparse.sparse_allreduce(AXIS, select=None, allreduce=allreduce.OkTopk()), "select"),
@@ -171,7 +173,14 @@ PARTS = [
     for name in room.__all__
     if dataclasses.is_dataclass(getattr(room, name)) and name != "Messages"
 ]
-NEEDED = {"density": 0.1, "k": 3, "threshold": 1.0, "quantize": quantize.Block8(), "freeze_step": 5}
+NEEDED = {
+    "density": 0.1,
+    "select": select.TopK(0.1),
+    "k": 3,
+    "threshold": 1.0,
+    "quantize": quantize.Block8(),
+    "freeze_step": 5,
+}
 # What a field of each type takes of the values below, unless they are out of its range.
 KINDS = {bool: {True}, int: {0, 7}, float: {0, 7, 0.5, math.inf}, type(None): {None}}
 
@@ -204,7 +213,8 @@ def needed_by(name: str) -> dict:
     """What a preset can't do without."""
     if name == "sparse_allreduce":
         return {"select": select.TopK(0.1), "allreduce": allreduce.TopkAllGather()}
-    return {option: NEEDED[option] for option in files.options_of(files.presets()[name]) if option in NEEDED}
+    options = {*files.options_of(files.presets()[name])} - {"select"}
+    return {option: NEEDED[option] for option in options if option in NEEDED}
 
 
 @pytest.mark.parametrize("name", sorted(files.presets()))

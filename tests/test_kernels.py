@@ -84,6 +84,35 @@ def test_top_k_of_segments_is_exact(lengths: tuple[int, ...], share: float):
         np.testing.assert_array_equal(smallest, np.array(least, np.float32))
 
 
+def test_segments_of_float64():
+    x = np.random.default_rng(0).standard_normal(70_000)
+    lengths, quota = (30_000, 10, 39_990), (300, 1, 400)
+    parts = zip(np.cumsum([0, *lengths]), lengths, quota, strict=False)
+    chosen = np.concatenate([begin + top_k(x[begin : begin + length], k) for begin, length, k in parts])
+    with jax.enable_x64(True):
+        values, indices, *_ = kernels_pallas.select_segment_top_k(jnp.asarray(x), lengths=lengths, quota=quota)
+    np.testing.assert_array_equal(indices, chosen)
+    np.testing.assert_array_equal(values, x[chosen])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lengths": (4, 5)}, "the lengths add up to 9, and x has 10 elements"),
+        ({"lengths": (10, 0)}, "lengths is 0; it must be at least 1"),
+        ({"quota": (1, 0)}, "quota is 0"),
+        ({"quota": (1,)}, "lengths are of 2 segments, and quota is of 1"),
+        ({"x": jnp.zeros((2, 5))}, "it must be one vector"),
+        ({"x": jax.ShapeDtypeStruct((2**31 - 1,), jnp.float32), "lengths": (1, 2**31 - 2)}, "2147484672 places"),
+    ],
+)
+def test_segments_that_do_not_fit_are_refused(change, message: str):
+    given = {"x": jnp.zeros(10), "lengths": (5, 5), "quota": (1, 1)} | change
+    x = given.pop("x")
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(kernels_pallas.select_segment_top_k, **given), x)
+
+
 @pytest.mark.parametrize("bounds", ["that hold", "too high", "too low"])
 def test_top_k_of_segments_does_without_bounds_that_do_not_hold(bounds: str):
     lengths, quota = (20_000, 5, 40_000), (200, 1, 400)

@@ -22,7 +22,12 @@ SIZE, STEPS = 4, 3
 # other tests of these rows.
 NAMES = ["oktopk", "hitopk", "gaussiank"]
 OTHERS = ["oktopk-sampled", "oktopk-reused", "oktopk-mstopk", "gtopk", "topk_allgather-dgc", "oktopk-bf16"]
-OTHERS += ["topk_allgather-block", "topk_allgather-bucketed", "ssar_recursive_doubling-stochastic"]
+OTHERS += [
+    "topk_allgather-block",
+    "topk_allgather-bucketed",
+    "topk_allgather-per_leaf",
+    "ssar_recursive_doubling-stochastic",
+]
 DENSITY = 0.02
 
 

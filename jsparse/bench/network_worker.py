@@ -209,7 +209,7 @@ class Selecting:
         layout, select = synchroniser.space.layout(bucket), synchroniser.reducer.select
 
         def begin():
-            return jnp.zeros(layout.n), select.init(layout.n, jnp.float32), jnp.zeros(1, jnp.int32)
+            return jnp.zeros(layout.n), select.init_for(layout), jnp.zeros(1, jnp.int32)
 
         def step(grad, carried):
             residual, state, number = carried

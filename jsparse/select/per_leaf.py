@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._vector.arguments import check_fields
 from .._vector.layout import Layout
 from .._vector.pending import Pending
 from .._vector.sparse_vector import Leaf, SparseVector
@@ -57,7 +56,8 @@ class PerLeaf(Selector):
     select: Selector
 
     def __post_init__(self):
-        check_fields(self)
+        if not isinstance(self.select, Selector):
+            raise ValueError(f"select is {self.select!r}; it is the selector for each leaf, such as TopK(0.01)")
 
     @property
     def density(self) -> float:  # type: ignore[override]

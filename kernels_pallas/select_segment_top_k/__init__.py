@@ -23,9 +23,9 @@ def select_segment_top_k(
     call of :func:`select_top_k` for each would be as many programs. There are no kernels for it.
 
     Args:
-      x: float32 or float64, shape ``(n,)``, ``n < 2**31``.
+      x: float32 or float64, shape ``(n,)``.
       lengths: of the segments, one after another, static; each is at least 1, and their sum is
-        ``n``.
+        ``n``. Each rounded up to a multiple of 1024, their sum is below ``2**31``.
       quota: how many elements to select in each segment, static, at least 1.
       marked: the thresholds of :func:`segment_top_k_bounds`, and the bitmap of the elements of
         ``x`` that reach that of their segment, for a caller that found them while it computed
@@ -57,6 +57,11 @@ def select_segment_top_k(
         raise ValueError(f"lengths are of {len(lengths)} segments, and quota is of {len(quota)}: give one for each")
     if sum(lengths) != x.shape[0]:
         raise ValueError(f"the lengths add up to {sum(lengths)}, and x has {x.shape[0]} elements: name all segments")
+    if sum(xla.aligned(lengths)) >= 2**31:
+        raise ValueError(
+            f"segments that begin at multiples of 1024 would take {sum(xla.aligned(lengths))} places; indices are "
+            "int32, so split x into parts of less than 2**31"
+        )
     return xla.select_segment_top_k(*alike((x, marked)), lengths=tuple(lengths), quota=tuple(quota))
 
 

@@ -99,6 +99,11 @@ def select_segment_top_k(
     )
 
 
+def aligned(lengths: Sequence[int]) -> list[int]:
+    """How many places each segment takes in whole squares."""
+    return [-(-n // bitmap.SQUARE) * bitmap.SQUARE for n in lengths]
+
+
 def _begins(lengths: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(lengths, initial=0))[:-1]
 
@@ -204,17 +209,17 @@ def _of_candidates(x: jax.Array, indices: jax.Array, edges: jax.Array, quota: tu
 
 def _of_all(x: jax.Array, lengths: tuple[int, ...], quota: tuple[int, ...]) -> Selected:
     """Selects among all elements of a vector."""
-    begins, used = np.array(_begins(lengths)), -(-np.array(lengths) // bitmap.SQUARE)
-    starts = (np.cumsum(used) - used) * bitmap.SQUARE
-    segment = jnp.asarray(np.repeat(np.arange(len(lengths)), used), jnp.int32)
-    shift = jnp.asarray(starts - begins, jnp.int32)
+    begins, starts = _begins(lengths), _begins(aligned(lengths))
+    segment = np.repeat(np.arange(len(lengths)), np.array(aligned(lengths)) // bitmap.SQUARE)
+    segment = jnp.asarray(segment, jnp.int32)
+    shift = jnp.asarray(np.subtract(starts, begins), jnp.int32)
     zero = zero_of(x[0] == 0)
-    aligned = varying_as(jnp.zeros(int(used.sum()) * bitmap.SQUARE, x.dtype), x)
-    for start, begin, n in zip(starts.tolist(), begins.tolist(), lengths, strict=True):
-        aligned = lax.dynamic_update_slice(aligned, x[begin : begin + n], (start + zero,))
+    apart = varying_as(jnp.zeros(sum(aligned(lengths)), x.dtype), x)
+    for start, begin, n in zip(starts, begins, lengths, strict=True):
+        apart = lax.dynamic_update_slice(apart, x[begin : begin + n], (start + zero,))
 
     def index_of(places: jax.Array) -> jax.Array:
         own = shift[segment.at[places // bitmap.SQUARE].get(mode="clip")]
-        return jnp.where(places < aligned.size, places - own, x.shape[0])
+        return jnp.where(places < apart.size, places - own, x.shape[0])
 
-    return _Squares.of(aligned, segment, len(lengths)).select(quota, index_of)
+    return _Squares.of(apart, segment, len(lengths)).select(quota, index_of)
