@@ -13,7 +13,7 @@ from .norms import norms
 from .select_above import count_above, reaches, select_above
 from .select_block_top_k import select_block_top_k
 from .select_ms_top_k import select_ms_top_k
-from .select_segment_top_k import segment_top_k_bounds, segment_top_k_samples, select_segment_top_k
+from .select_segment_top_k import segment_top_k_bounds, segment_top_k_samples, segments_fit, select_segment_top_k
 from .select_stochastic import select_stochastic
 from .select_top_k import Marked, TopKSample, select_top_k, top_k_bound, top_k_sample
 
@@ -36,6 +36,7 @@ __all__ = [
     "sample_places",
     "segment_top_k_bounds",
     "segment_top_k_samples",
+    "segments_fit",
     "select_above",
     "select_block_top_k",
     "select_ms_top_k",

@@ -1,5 +1,7 @@
 """Checks of arguments that the operations share."""
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -19,6 +21,8 @@ def vector(x: ArrayLike, *, narrow: bool = False) -> jax.Array:
 
 
 def positive(name: str, value: int) -> None:
+    if not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
 

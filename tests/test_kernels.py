@@ -101,6 +101,8 @@ def test_segments_of_float64():
         ({"lengths": (4, 5)}, "the lengths add up to 9, and x has 10 elements"),
         ({"lengths": (10, 0)}, "lengths is 0; it must be at least 1"),
         ({"quota": (1, 0)}, "quota is 0"),
+        ({"quota": (1.0, 1)}, "quota is 1.0; it must be a whole number"),
+        ({"x": jnp.zeros(0), "lengths": (), "quota": ()}, "there is no segment"),
         ({"quota": (1,)}, "lengths are of 2 segments, and quota is of 1"),
         ({"x": jnp.zeros((2, 5))}, "it must be one vector"),
         ({"x": jax.ShapeDtypeStruct((2**31 - 1,), jnp.float32), "lengths": (1, 2**31 - 2)}, "2147484672 places"),

@@ -301,6 +301,14 @@ def test_per_leaf_sends_one_message_and_reports_of_all_leaves():
     np.testing.assert_array_equal(state.leaves.selected, [2, 0, 1])
 
 
+def test_per_leaf_takes_all_that_one_vector_may_have():
+    """Here segments that begin at multiples of 1024 would not fit."""
+    leaves = {"a": jax.ShapeDtypeStruct((2**30 - 1,), jnp.float32), "b": jax.ShapeDtypeStruct((2**30,), jnp.float32)}
+    tx = jsparse.topk_allgather("workers", select=PerLeaf(TopK(0.001)))
+    update = jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="workers", axis_size=1, in_axes=None)
+    assert jax.eval_shape(update, leaves)["b"].shape == (1, 2**30)
+
+
 def test_a_bitmap_is_turned_from_arrays_in_memory(monkeypatch):
     """XLA would look, for each bit, whether a write that it had not made yet covers it."""
     monkeypatch.setattr(layout, "PIECE", 2048)

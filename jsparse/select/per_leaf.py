@@ -35,12 +35,13 @@ class PerLeaf(Selector):
     """Selects in every leaf of the gradient for itself, and sends all that as one message.
 
     What is selected is what ``scope="leaf"`` selects. But there each leaf has its own message, and
-    its own all-reduce. Here all leaves are one vector: its messages are few, and nothing is
-    compiled once for each leaf but the selection. With :class:`TopK` not even that, on a CPU. An
-    all-reduce that selects again, such as ``OkTopk`` or ``GTopk``, does so among all leaves.
+    its own all-reduce. Here all leaves are one vector, with one all-reduce and few messages. The
+    selector is compiled for each leaf, but :class:`TopK` on a CPU, which searches all leaves at
+    once. An all-reduce that selects again, such as ``OkTopk`` or ``GTopk``, does so among all
+    leaves. One float64 leaf makes all of them float64, in which others are then selected, too.
 
-    Leaves are the arrays of the gradient. Where a worker's vector is not made of these, as between
-    the nodes of :func:`jsparse.hitopk`, it counts as one leaf.
+    Leaves are the arrays of the gradient; sparse ones become dense. Where a worker's vector is not
+    made of these, as between the nodes of :func:`jsparse.hitopk`, it counts as one leaf.
 
     Attributes:
       select: the selector. A random one draws the same numbers in leaves of one length.

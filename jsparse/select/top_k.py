@@ -12,6 +12,7 @@ from kernels_pallas import (
     choose,
     segment_top_k_bounds,
     segment_top_k_samples,
+    segments_fit,
     select_segment_top_k,
     select_top_k,
 )
@@ -58,6 +59,8 @@ class TopK(FromLargest, ByDensity):
 
         def at_once(pending: Pending, *_: Any) -> tuple[jax.Array, SparseVector, Sequence[SelectorState]]:
             lengths = pending.layout.lengths
+            if not segments_fit(lengths):
+                return one_by_one(pending, states, step, rank)
             quota = [min(elements_kept(self.density, n), n) for n in lengths]
             samples, marked = segment_top_k_samples(lengths, quota), None
             if samples is None or not pending.worth_marking():

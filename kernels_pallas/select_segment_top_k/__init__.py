@@ -15,12 +15,15 @@ def select_segment_top_k(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Selects the elements of largest magnitude in each segment of ``x``, in order of index.
 
-    For most inputs it reads ``x`` once. Among equal magnitudes of a segment it takes those with
-    the lowest indices. Zeros and NaN are never selected. So fewer elements than its quota are
-    selected of a segment that has fewer others.
+    Among equal magnitudes of a segment it takes those with the lowest indices. Zeros and NaN are
+    never selected. So fewer elements than its quota are selected of a segment that has fewer
+    others.
 
-    All segments are searched at once. So the program is the same however many there are, where one
-    call of :func:`select_top_k` for each would be as many programs. There are no kernels for it.
+    All segments are searched at once, where :func:`select_top_k` would be one search for each. If
+    most elements are in segments of more than 16,384, of each of which little is selected, it
+    reads ``x`` once for most inputs. Otherwise, and if very many elements of one segment are
+    equal, it makes a copy of ``x`` and reads that once for each bit of a magnitude. There are no
+    kernels for it.
 
     Args:
       x: float32 or float64, shape ``(n,)``.
@@ -39,8 +42,8 @@ def select_segment_top_k(
 
     Raises:
       ValueError: ``x`` is not one vector of float32 or float64, or it is too long; the lengths do
-        not add up to its own; a length or a quota is not positive; or there is not one quota for
-        each segment.
+        not add up to its own; a length or a quota is no positive whole number; or there is no
+        segment, or not one quota for each.
 
     >>> x = jnp.array([3.0, -1.0, 0.5, -4.0, 2.0])
     >>> values, indices, counts, smallest = select_segment_top_k(x, lengths=(2, 3), quota=(1, 2))
@@ -53,11 +56,13 @@ def select_segment_top_k(
     for name, numbers in (("lengths", lengths), ("quota", quota)):
         for number in numbers:
             _check.positive(name, number)
+    if not lengths:
+        raise ValueError("there is no segment: give the length and the quota of at least one")
     if len(lengths) != len(quota):
         raise ValueError(f"lengths are of {len(lengths)} segments, and quota is of {len(quota)}: give one for each")
     if sum(lengths) != x.shape[0]:
         raise ValueError(f"the lengths add up to {sum(lengths)}, and x has {x.shape[0]} elements: name all segments")
-    if sum(xla.aligned(lengths)) >= 2**31:
+    if not segments_fit(lengths):
         raise ValueError(
             f"segments that begin at multiples of 1024 would take {sum(xla.aligned(lengths))} places; indices are "
             "int32, so split x into parts of less than 2**31"
@@ -91,3 +96,12 @@ def segment_top_k_bounds(sampled: jax.Array, lengths: Sequence[int], quota: Sequ
       lengths, quota: as of :func:`select_segment_top_k`.
     """
     return xla.bounds(sampled, lengths, quota)
+
+
+def segments_fit(lengths: Sequence[int]) -> bool:
+    """Whether :func:`select_segment_top_k` takes so many elements.
+
+    Args:
+      lengths: of the segments.
+    """
+    return sum(xla.aligned(lengths)) < 2**31
