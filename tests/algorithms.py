@@ -461,11 +461,14 @@ ROWS = [
         (3, 8),
         selects=lambda acc, step, rank, last: oracles.block_top_k(acc, 3, 60),
     ),
-    # A lower density: the numbers of the leaves are rounded up, together to more than k.
+    # A lower density: the numbers of the leaves are rounded up, together to more than k. The
+    # lengths are those of the leaves in transports.py that have elements.
     Row(
         "topk_allgather-per_leaf",
         lambda comm, density: jsparse.topk_allgather(comm, select=select.PerLeaf(select.TopK(0.9 * density))),
-        sizes=(3,),
+        oracles.topk_allgather,
+        (3, 8),
+        selects=lambda acc, step, rank, last: oracles.top_k_per_leaf(acc, 0.9 * DENSITY, (7, 1, 395, 600)),
     ),
     Row("oktopk-per_leaf", oktopk_selecting(lambda d: select.PerLeaf(select.ReusedThreshold(d))), sizes=(3,)),
     Row("topk_allgather-chunked", topk_allgather_selecting(select.ChunkedTopK), sizes=(3,)),

@@ -163,6 +163,16 @@ def block_top_k(acc: np.ndarray, k: int, block: int) -> np.ndarray:
     return np.concatenate([*chosen, np.zeros(0, int)])
 
 
+def top_k_per_leaf(acc: np.ndarray, density: float, lengths: Sequence[int]) -> np.ndarray:
+    """The ``max(1, round(density n))`` largest magnitudes of each leaf: ascending indices."""
+    edges = np.cumsum([0, *lengths])
+    chosen = [
+        begin + top_k(acc[begin : begin + n], max(1, round(density * n)))
+        for begin, n in zip(edges, lengths, strict=False)
+    ]
+    return np.concatenate(chosen)
+
+
 def tile_order(shape: tuple[int, ...], side: int | None) -> np.ndarray:
     """A leaf's elements in the order of its tiles, by their places in the leaf.
 

@@ -36,21 +36,36 @@ STEPS = 3
 
 def search(x: jax.Array, k: ArrayLike) -> jax.Array:
     """The k-th largest magnitude, by one counting pass for each bit."""
-    bits = jnp.finfo(x.dtype).bits
+    return by_bits(lambda threshold: count_above(x, threshold), k, varying_as(jnp.zeros((), x.dtype), x))
+
+
+def by_bits(count: Callable[[jax.Array], jax.Array], k: ArrayLike, zeros: jax.Array) -> jax.Array:
+    """The largest thresholds that ``k`` elements reach, by one count for each bit.
+
+    Args:
+      count: how many elements reach thresholds.
+      k: how many are to reach them.
+      zeros: of the thresholds' shape and type.
+    """
+    bits = jnp.finfo(zeros.dtype).bits
     integer = jnp.dtype(f"int{bits}")
 
     def refine(i, found):
         candidate = found | (jnp.ones((), integer) << (bits - 2 - i).astype(integer))
-        reached = count_above(x, lax.bitcast_convert_type(candidate, x.dtype))
-        return jnp.where(reached >= k, candidate, found)
+        return jnp.where(count(lax.bitcast_convert_type(candidate, zeros.dtype)) >= k, candidate, found)
 
-    found = lax.fori_loop(0, bits - 1, refine, varying_as(jnp.zeros((), integer), x))
-    return lax.bitcast_convert_type(found, x.dtype)
+    found = lax.fori_loop(0, bits - 1, refine, lax.bitcast_convert_type(zeros, integer))
+    return lax.bitcast_convert_type(found, zeros.dtype)
 
 
 def sample_size(n: int) -> int:
     """How many of ``n`` elements are in the sample on a CPU."""
-    return 2 ** (min(max(n // SEGMENT, SMALLEST_SAMPLE), LARGEST_SAMPLE).bit_length() - 1)
+    return power_of_2(n // SEGMENT, SMALLEST_SAMPLE, LARGEST_SAMPLE)
+
+
+def power_of_2(most: int, least: int, limit: int) -> int:
+    """The largest power of two up to ``most``, between two powers of two."""
+    return 2 ** (min(max(most, least), limit).bit_length() - 1)
 
 
 class Primitives(NamedTuple):
@@ -112,11 +127,22 @@ def superset_capacity(n: int, k: int, size: int) -> int | None:
     """
     if n <= 4 * size:
         return None
-    expected = k / n * size
-    capacity = math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / size)
+    capacity = most_above_bound(n, k, size)
     # Round up. XLA divides a loop between the cores of a CPU, and unequal parts are far slower.
     capacity = -(-capacity // (size // 32)) * (size // 32)
     return capacity if capacity <= n // 4 else None
+
+
+def most_above_bound(n: int, k: int, size: int) -> int:
+    """How many of ``n`` elements reach the bound of ``k`` from a sample, if it holds."""
+    expected = k / n * size
+    return math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / size)
+
+
+def rank_of_bound(n: int, k: int, size: int) -> int:
+    """The rank in a sample of the magnitude that is likely below the k-th largest of ``n``."""
+    expected = k / n * size
+    return math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
 
 
 class Marked(NamedTuple):
@@ -138,8 +164,7 @@ def lower_bound(sampled: jax.Array, n: int, k: int, primitives: Primitives = PLA
       sampled: from :func:`sample`.
       n, k: as of the whole vector.
     """
-    expected = k / n * sampled.shape[0]
-    return primitives.search(sampled, math.ceil(expected + MARGIN * math.sqrt(expected) + 1))
+    return primitives.search(sampled, rank_of_bound(n, k, sampled.shape[0]))
 
 
 class Superset(NamedTuple):
@@ -240,8 +265,13 @@ def take_reached(x: jax.Array, k: int, kth: Reached) -> tuple[jax.Array, jax.Arr
 
 def larger(x: jax.Array, threshold: jax.Array) -> jax.Array:
     """The bitmap of the elements whose magnitude is larger than a threshold."""
-    following = jnp.nextafter(threshold, jnp.full_like(threshold, jnp.inf))
-    return above(x, jnp.where(threshold == jnp.inf, jnp.nan, following))  # Nothing reaches NaN.
+    return above(x, beyond(threshold))
+
+
+def beyond(thresholds: jax.Array) -> jax.Array:
+    """The thresholds that exactly the elements reach whose magnitude is larger than these."""
+    following = jnp.nextafter(thresholds, jnp.full_like(thresholds, jnp.inf))
+    return jnp.where(thresholds == jnp.inf, jnp.nan, following)  # Nothing reaches NaN.
 
 
 def search_upwards(x: jax.Array, k: int, lower: jax.Array, primitives: Primitives) -> Reached:

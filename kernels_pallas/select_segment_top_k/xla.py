@@ -9,7 +9,6 @@ square are compared with one number, and what is counted in a square is counted 
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from jax import lax
 from .. import bitmap
 from .._in_place import zero_of
 from .._varying import varying_as
-from ..kth_magnitude.xla import MARGIN, Marked, sample_places
+from ..kth_magnitude.xla import Marked, beyond, by_bits, most_above_bound, power_of_2, rank_of_bound, sample_places
 from ..select_above.xla import reaches
 
 # About one of so many elements of a segment is in its sample, within limits. All are powers of 2.
@@ -42,34 +41,25 @@ def sample_sizes(lengths: Sequence[int], quota: Sequence[int]) -> list[int]:
     """How many elements of each segment are in its sample: a multiple of a square, or none."""
     sizes = []
     for n, k in zip(lengths, quota, strict=True):
-        size = 2 ** (min(max(n // SPREAD, SMALLEST_SAMPLE), LARGEST_SAMPLE).bit_length() - 1)
-        sizes.append(size if n > 4 * size and _reaching(n, k, size) <= n // 4 else 0)
+        size = power_of_2(n // SPREAD, SMALLEST_SAMPLE, LARGEST_SAMPLE)
+        sizes.append(size if n > 4 * size and most_above_bound(n, k, size) <= n // 4 else 0)
     return sizes
 
 
 def room(lengths: Sequence[int], quota: Sequence[int], sizes: Sequence[int]) -> int | None:
     """The most elements that reach their bounds, if all hold; None if they are nearly all."""
-    each = [_reaching(n, k, size) if size else n for n, k, size in zip(lengths, quota, sizes, strict=True)]
+    each = [most_above_bound(n, k, size) if size else n for n, k, size in zip(lengths, quota, sizes, strict=True)]
     # Rounded up to an even number of squares: XLA divides a loop between the cores of a CPU.
     total = -(-sum(each) // bitmap.STRETCH) * bitmap.STRETCH
     return total if total <= sum(lengths) // 4 else None
 
 
-def _reaching(n: int, k: int, size: int) -> int:
-    expected = k / n * size
-    return math.ceil((expected + 2 * MARGIN * math.sqrt(expected) + MARGIN**2) * n / size)
-
-
 def bounds(sampled: jax.Array, lengths: Sequence[int], quota: Sequence[int]) -> jax.Array:
     sizes = sample_sizes(lengths, quota)
-    ranks = [_rank(k / n * size) for n, k, size in zip(lengths, quota, sizes, strict=True)]
+    ranks = [rank_of_bound(n, k, size) for n, k, size in zip(lengths, quota, sizes, strict=True)]
     segment = np.repeat(np.arange(len(sizes)), np.array(sizes) // bitmap.SQUARE)
     among = _Squares.of(sampled, jnp.asarray(segment, jnp.int32), len(sizes))
     return jnp.where(jnp.array(sizes) > 0, among.kth_magnitudes(jnp.array(ranks, jnp.int32)), 0)
-
-
-def _rank(expected: float) -> int:
-    return math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
 
 
 def select_segment_top_k(
@@ -142,17 +132,11 @@ class _Squares(NamedTuple):
 
     def kth_magnitudes(self, k: jax.Array) -> jax.Array:
         """The k-th largest magnitude of each segment, or 0."""
-        bits = jnp.finfo(self.x.dtype).bits
-        integer = jnp.dtype(f"int{bits}")
 
-        def refine(i: jax.Array, found: jax.Array) -> jax.Array:
-            candidate = found | (jnp.ones((), integer) << (bits - 2 - i).astype(integer))
-            thresholds = lax.bitcast_convert_type(candidate, self.x.dtype)
-            counts = self.count(bitmap.pack_squares(reaches(self.x, self.spread(thresholds))))
-            return jnp.where(counts >= k, candidate, found)
+        def count(thresholds: jax.Array) -> jax.Array:
+            return self.count(bitmap.pack_squares(reaches(self.x, self.spread(thresholds))))
 
-        found = lax.fori_loop(0, bits - 1, refine, varying_as(jnp.zeros(self.number, integer), self.x))
-        return lax.bitcast_convert_type(found, self.x.dtype)
+        return by_bits(count, k, varying_as(jnp.zeros(self.number, self.x.dtype), self.x))
 
     def select(self, quota: tuple[int, ...], index_of: Callable[[jax.Array], jax.Array]) -> Selected:
         """Selects.
@@ -164,14 +148,14 @@ class _Squares(NamedTuple):
         """
         k = jnp.array(quota, jnp.int32)
         kth = self.kth_magnitudes(k)
-        above = jnp.where(kth == jnp.inf, jnp.nan, jnp.nextafter(kth, jnp.full_like(kth, jnp.inf)))
-        reached, larger = (reaches(self.x, self.spread(threshold)) for threshold in (kth, above))
-        at_least, beyond = bitmap.pack(reached.reshape(-1)), bitmap.pack(larger.reshape(-1))
-        counts, certain = self.count(at_least), self.count(beyond)
+        at_least, larger = (
+            bitmap.pack(reaches(self.x, self.spread(threshold)).reshape(-1)) for threshold in (kth, beyond(kth))
+        )
+        counts, certain = self.count(at_least), self.count(larger)
         # Of those equal to the k-th, the first ones of each segment, up to this rank among all.
         equal = counts - certain
-        end = jnp.cumsum(equal, dtype=jnp.int32) - equal + k - certain
-        words = beyond | bitmap.take_first(at_least & ~beyond, jnp.repeat(end[self.segment], bitmap.WORD))
+        last = jnp.cumsum(equal, dtype=jnp.int32) - equal + k - certain
+        words = larger | bitmap.take_first(at_least & ~larger, jnp.repeat(last[self.segment], bitmap.WORD))
         places, _ = bitmap.members(words, sum(quota), self.x.size)
         values = self.x.reshape(-1).at[places].get(mode="fill", fill_value=0)
         counts = jnp.minimum(counts, k)
